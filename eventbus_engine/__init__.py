@@ -1,0 +1,89 @@
+"""An asyncio/trio event bus for training loops and data pipelines, with an engine that keeps its handlers in order."""
+
+from eventbus_engine import passes, telemetry
+from eventbus_engine.algorithm import Algorithm, algorithm
+from eventbus_engine.bus import CallNext, Envelope, EventBus, Middleware, Subscription, current_envelope
+from eventbus_engine.callback import Callback, HookNameWarning, background, callback
+from eventbus_engine.closing import CloseReport
+from eventbus_engine.engine import Engine
+from eventbus_engine.errors import (
+    AsyncMatchError,
+    BatchError,
+    CallbackErrors,
+    CallbackInUseError,
+    ConfigurationError,
+    CycleError,
+    DeadlockError,
+    EngineClosedError,
+    EventBusError,
+    HandlerCancelledError,
+    HandlerTimeoutError,
+    HandlerTypeError,
+    PassError,
+    SnapshotError,
+    SyncUsageError,
+    TelemetryError,
+    TimeFormatError,
+    UnknownEventError,
+    VocabularyError,
+)
+from eventbus_engine.event import Event, EventName
+from eventbus_engine.logger import Logger, LoggerDestination
+from eventbus_engine.pair import Pair
+from eventbus_engine.passes import AlgorithmPass, ConflictWarning, LossInterpolationWarning
+from eventbus_engine.plan import Move, Plan
+from eventbus_engine.time import Time, Timestamp, TimeUnit
+from eventbus_engine.trace import Trace, Traces
+
+__all__ = [
+    "Algorithm",
+    "AlgorithmPass",
+    "AsyncMatchError",
+    "BatchError",
+    "CallNext",
+    "Callback",
+    "CallbackErrors",
+    "CallbackInUseError",
+    "CloseReport",
+    "ConfigurationError",
+    "ConflictWarning",
+    "CycleError",
+    "DeadlockError",
+    "Engine",
+    "EngineClosedError",
+    "Envelope",
+    "Event",
+    "EventBus",
+    "EventBusError",
+    "EventName",
+    "HandlerCancelledError",
+    "HandlerTimeoutError",
+    "HandlerTypeError",
+    "HookNameWarning",
+    "Logger",
+    "LoggerDestination",
+    "LossInterpolationWarning",
+    "Middleware",
+    "Move",
+    "Pair",
+    "PassError",
+    "Plan",
+    "SnapshotError",
+    "Subscription",
+    "SyncUsageError",
+    "TelemetryError",
+    "Time",
+    "TimeFormatError",
+    "TimeUnit",
+    "Timestamp",
+    "Trace",
+    "Traces",
+    "UnknownEventError",
+    "VocabularyError",
+    "algorithm",
+    "background",
+    "callback",
+    "current_envelope",
+    "passes",
+    "telemetry",
+]

@@ -1,0 +1,86 @@
+"""Read options, hooks and names off the objects a user plugs in, ours or not.
+
+Anything of the right shape is accepted as an algorithm or a callback, a `Mock` included. A Mock makes up every
+attribute it is asked for, so an option counts only where it really is: in the object, or in a class of its MRO.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+from eventbus_engine.errors import ConfigurationError
+
+MISSING: Any = object()
+
+
+def read_option(owner: object, name: str, default: Any) -> Any:
+    """The option `name` of `owner`, or `default` where it was never set."""
+    if inspect.getattr_static(owner, name, MISSING) is MISSING:
+        return default
+    return getattr(owner, name)
+
+
+def read_timeout(owner: object, described: str) -> float | None:
+    """The `timeout` option in seconds, None for no limit.
+
+    Raises:
+        ConfigurationError: if it is not a positive number.
+    """
+    value = read_option(owner, "timeout", None)
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and value > 0):
+        return value
+    raise ConfigurationError(f"{described} has timeout={value!r}; give seconds as a positive number, or None")
+
+
+def read_choice(owner: object, name: str, choices: tuple[Any, ...], described: str) -> Any:
+    """An option with a closed set of values, the first of which is the default."""
+    value = read_option(owner, name, choices[0])
+    if value in choices:
+        return value
+    allowed = " or ".join(repr(choice) for choice in choices)
+    raise ConfigurationError(f"{described} has {name}={value!r}; use {allowed}")
+
+
+def is_async_callable(function: object) -> bool:
+    """Whether calling `function` gives a coroutine: also for partials and objects with an async `__call__`."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if inspect.iscoroutinefunction(function):
+        return True
+    return not inspect.isroutine(function) and inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def snake_case(name: str) -> str:
+    """`LayerFreezing` -> `layer_freezing`, `HTTPLogger` -> `http_logger`."""
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
+    return spaced.lower()
+
+
+def name_of(participant: object) -> str:
+    """The name of an algorithm or callback: its `name` where that is a string, else its class in snake_case."""
+    name = read_option(participant, "name", None)
+    return name if isinstance(name, str) and name else snake_case(type(participant).__name__)
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """The name of a plain function, or of the class of a callable object."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", None) or snake_case(type(function).__name__))
+
+
+def accepts(function: Callable[..., Any], count: int) -> bool:
+    """Whether `function` can be called with `count` positional arguments; True where no signature can be read."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,357 @@
+"""The event bus: publish, subscribe, and the middleware between the two, of which the Engine is one."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Awaitable, Callable, Hashable
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeAlias
+
+import anyio
+from opentelemetry import trace as otel
+
+from eventbus_engine._options import accepts, function_name, is_async_callable
+from eventbus_engine.errors import ConfigurationError, HandlerTypeError, UnknownEventError
+from eventbus_engine.event import EventName, resolve_event
+from eventbus_engine.fanout import ENVELOPE, Handler, Occasion, raise_failures, run_fanout
+from eventbus_engine.lanes import Dispatch, Lanes
+from eventbus_engine.trace import Traces
+
+__all__ = ["CallNext", "Envelope", "EventBus", "Middleware", "Subscription", "current_envelope"]
+
+_current: ContextVar[Dispatch | None] = ContextVar("eventbus_engine_dispatch", default=None)
+
+
+def current_dispatch() -> Dispatch | None:
+    """The dispatch from whose context this is called, whether it still runs or not."""
+    return _current.get()
+
+
+class Envelope:
+    """One published event, as a plain handler receives it. Frozen.
+
+    Attributes:
+        event: the event.
+        payload: what was published with it, for plain handlers.
+        state: the state it is about, None for none.
+        key: the key of its lane, None where the state is the lane.
+        source: where it came from, None if it was published here.
+    """
+
+    __slots__ = ("_id", "_time_ns", "_traceparent", "event", "key", "payload", "source", "state")
+
+    event: EventName
+    payload: Any
+    state: Any
+    key: Hashable
+    source: str | None
+
+    def __init__(
+        self, event: EventName, payload: Any = None, state: Any = None, key: Hashable = None, source: str | None = None
+    ) -> None:
+        fill = object.__setattr__
+        fill(self, "event", event)
+        fill(self, "payload", payload)
+        fill(self, "state", state)
+        fill(self, "key", key)
+        fill(self, "source", source)
+        fill(self, "_time_ns", time.time_ns())
+        fill(self, "_id", None)
+        fill(self, "_traceparent", None)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"an Envelope is frozen; publish another event instead of setting {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"an Envelope is frozen; {name!r} cannot be deleted")
+
+    @property
+    def id(self) -> str:
+        """128 random bits in hex, unique over processes. Made when first asked for: most events never are."""
+        if self._id is None:
+            object.__setattr__(self, "_id", os.urandom(16).hex())
+        return str(self._id)
+
+    @property
+    def time(self) -> datetime:
+        """When it was published, in UTC."""
+        return datetime.fromtimestamp(self._time_ns / 1e9, UTC)
+
+    @property
+    def traceparent(self) -> str | None:
+        """The W3C trace context it was first read under (`00-<trace>-<span>-<flags>`), None outside any trace."""
+        if self._traceparent is None:
+            span = otel.get_current_span().get_span_context()
+            if span.is_valid:
+                value = f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
+                object.__setattr__(self, "_traceparent", value)
+        return self._traceparent
+
+    def __repr__(self) -> str:
+        return f"<Envelope {type(self.event).__name__}.{self.event.name}>"
+
+
+def current_envelope() -> Envelope | None:
+    """The event being handled in this context, None outside any handler."""
+    dispatch = _current.get()
+    while dispatch is not None and not dispatch.running:
+        dispatch = dispatch.parent
+    return dispatch.what if dispatch is not None else None
+
+
+CallNext: TypeAlias = Callable[[Envelope], Awaitable[Traces]]
+"""The rest of the chain: call it with the envelope and await its Traces."""
+
+
+class Middleware(Protocol):
+    """Anything that stands between `publish` and the subscribers. An async function of this shape will do."""
+
+    def __call__(self, envelope: Envelope, call_next: CallNext, /) -> Awaitable[Traces]:
+        """Handle the event, call the rest of the chain or not, and return what ran."""
+        ...
+
+
+PlainHandler: TypeAlias = Callable[[Envelope], Any]
+"""A subscriber: `def` or `async def`, takes one Envelope."""
+
+
+class Subscription:
+    """A handler's place on a bus. `cancel()` ends it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        bus: EventBus,
+        handler: PlainHandler,
+        events: tuple[EventName, ...],
+        once: bool,
+        when: Callable[[Envelope], bool] | None,
+    ) -> None:
+        self._bus = bus
+        self.events = events
+        self.once = once
+        self.when = when
+        self.handler = Handler(function_name(handler), handler, ENVELOPE, is_async=is_async_callable(handler))
+
+    def cancel(self) -> None:
+        """Take the handler off the bus; safe from inside a handler, and more than once."""
+        self._bus._drop(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.cancel()
+
+
+class EventBus:
+    """Delivers events to subscribers, through middleware.
+
+    Events that share a state (by identity) or a key are handled one at a time, in the order of their publishing;
+    others run concurrently. An event published from inside a handler of the same lane runs at once, nested.
+
+    Args:
+        middleware: what every event passes on its way, outermost first.
+    """
+
+    def __init__(self, middleware: tuple[Middleware, ...] | list[Middleware] = ()) -> None:
+        self._middleware: list[Middleware] = []
+        self._subscriptions: tuple[Subscription, ...] = ()
+        self._lanes = Lanes()
+        self._terminal = _Terminal(self)
+        self._entry: CallNext = self._terminal
+        for one in middleware:
+            self.use(one)
+
+    def use(self, middleware: Middleware) -> None:
+        """Put a middleware at the end of the chain, nearest to the subscribers.
+
+        Raises:
+            HandlerTypeError: if it cannot be called with `(envelope, call_next)`.
+            ConfigurationError: if it is in the chain already.
+        """
+        if not callable(middleware) or not accepts(middleware, 2):
+            raise HandlerTypeError(f"{middleware!r} is no middleware; it has to be async (envelope, call_next) -> Traces")
+        if any(known is middleware for known in self._middleware):
+            raise ConfigurationError(f"{middleware!r} is in use on this bus already")
+        attach = getattr(middleware, "_attach", None)
+        if attach is not None:
+            attach(self)
+        self._middleware.append(middleware)
+        entry: CallNext = self._terminal
+        for one in reversed(self._middleware):
+            entry = _Link(one, entry)
+        self._entry = entry
+
+    def subscribe(
+        self,
+        handler: PlainHandler,
+        *events: EventName | str,
+        once: bool = False,
+        when: Callable[[Envelope], bool] | None = None,
+    ) -> Subscription:
+        """Call a handler for each of these events, for every event if none is named.
+
+        Args:
+            handler: `def` or `async def`, takes one Envelope. Handlers of an event run concurrently.
+            *events: members, or names in the vocabulary of an engine on this bus.
+            once: drop the subscription as its first event comes.
+            when: a plain predicate over the envelope; False skips the event.
+
+        Raises:
+            HandlerTypeError: a handler or predicate that cannot be called with one envelope.
+            UnknownEventError: a name no vocabulary on this bus has.
+        """
+        if not callable(handler) or isinstance(handler, type) or not accepts(handler, 1):
+            raise HandlerTypeError(f"{handler!r} is no handler; it has to be a function of one Envelope, def or async def")
+        if when is not None and (not callable(when) or is_async_callable(when) or not accepts(when, 1)):
+            raise HandlerTypeError(f"when={when!r} has to be a plain function (envelope) -> bool")
+        subscription = Subscription(self, handler, tuple(self.resolve(event) for event in events), once, when)
+        self._subscriptions = (*self._subscriptions, subscription)
+        return subscription
+
+    def resolve(self, event: EventName | str) -> EventName:
+        """The member that a name means in the vocabularies of the engines on this bus.
+
+        Raises:
+            UnknownEventError: no vocabulary has it, or there is none.
+        """
+        if isinstance(event, EventName):
+            return event
+        failure: UnknownEventError | None = None
+        for middleware in self._middleware:
+            events = getattr(middleware, "events", None)
+            if isinstance(events, type) and issubclass(events, EventName):
+                try:
+                    return resolve_event(event, events)
+                except UnknownEventError as error:
+                    failure = failure or error
+        if failure is not None:
+            raise failure
+        raise UnknownEventError(
+            f"{event!r} is a name, and this bus has no engine whose vocabulary could tell what it means; "
+            f"publish the member of your EventName subclass"
+        )
+
+    async def publish(
+        self, event: EventName | str, payload: Any = None, *, state: Any = None, key: Hashable = None
+    ) -> Traces:
+        """Publish an event and return once it has been handled.
+
+        Args:
+            event: a member, or a name in the vocabulary of an engine on this bus.
+            payload: anything, for plain handlers.
+            state: what the event is about; handlers change it in place. Its identity is the lane.
+            key: the lane, where another than the state's is wanted; hashable.
+
+        Returns:
+            What the algorithms did: first what ran, in its order, then what did not.
+
+        Raises:
+            CallbackErrors: callbacks or subscribers raised.
+            DeadlockError: dispatches would wait for each other for ever.
+            Exception: whatever an algorithm raised, with the traces so far as `exc.traces`.
+        """
+        if type(event) is str:
+            event = self.resolve(event)
+        elif not isinstance(event, EventName):
+            raise UnknownEventError(f"{event!r} is no event; publish a member of an EventName subclass")
+        envelope = Envelope(event, payload, state, key)
+        lane = _lane_of(key) if key is not None else id(state) if state is not None else None
+        dispatch = Dispatch(envelope, _current.get(), lane, self._lanes)
+        holds = lane is not None and not self._lanes.nests(dispatch)
+        if holds:
+            await self._lanes.enter(dispatch)
+        token = _current.set(dispatch)
+        try:
+            return await self._entry(envelope)
+        finally:
+            dispatch.running = False
+            _current.reset(token)
+            if holds:
+                self._lanes.leave(dispatch)
+
+    async def expect(self, event: EventName | str, timeout: float = math.inf) -> Envelope:
+        """Wait for the next such event, for tests.
+
+        Args:
+            event: a member, or a name as in `publish`.
+            timeout: seconds; no limit by default.
+
+        Raises:
+            TimeoutError: it did not come in time.
+        """
+        arrived = anyio.Event()
+        caught: list[Envelope] = []
+
+        def catch(envelope: Envelope) -> None:
+            caught.append(envelope)
+            arrived.set()
+
+        event = self.resolve(event)
+        with self.subscribe(catch, event, once=True), anyio.move_on_after(timeout):
+            await arrived.wait()
+        if not caught:
+            raise TimeoutError(f"{event.name} was not published within {timeout:g} s")
+        return caught[0]
+
+    def _drop(self, subscription: Subscription) -> None:
+        self._subscriptions = tuple(known for known in self._subscriptions if known is not subscription)
+
+    def _handlers_for(self, envelope: Envelope) -> list[Handler]:
+        """The subscribers of an event, in the order of their subscribing; drops those that wanted only one."""
+        found: list[Handler] = []
+        for subscription in self._subscriptions:
+            # By identity: members of two vocabularies may share a value.
+            if subscription.events and not any(event is envelope.event for event in subscription.events):
+                continue
+            if subscription.when is not None and not subscription.when(envelope):
+                continue
+            if subscription.once:
+                subscription.cancel()
+            found.append(subscription.handler)
+        return found
+
+
+def _lane_of(key: Hashable) -> Hashable:
+    try:
+        hash(key)
+    except TypeError as error:
+        raise ConfigurationError(f"key={key!r} cannot name a lane: it is not hashable; use a string or a number") from error
+    return ("key", key)
+
+
+class _Link:
+    """One middleware and the rest of the chain behind it."""
+
+    __slots__ = ("_middleware", "_rest")
+
+    def __init__(self, middleware: Middleware, rest: CallNext) -> None:
+        self._middleware = middleware
+        self._rest = rest
+
+    def __call__(self, envelope: Envelope) -> Awaitable[Traces]:
+        return self._middleware(envelope, self._rest)
+
+
+class _Terminal:
+    """The end of the chain: the plain subscribers. An engine in front of it runs them among its callbacks."""
+
+    __slots__ = ("_bus",)
+
+    def __init__(self, bus: EventBus) -> None:
+        self._bus = bus
+
+    def handlers_for(self, envelope: Envelope) -> list[Handler]:
+        """The subscribers of an event, for whoever stands in front of the end of the chain."""
+        return self._bus._handlers_for(envelope) if self._bus._subscriptions else []
+
+    async def __call__(self, envelope: Envelope) -> Traces:
+        handlers = self.handlers_for(envelope)
+        if handlers:
+            occasion = Occasion(envelope, envelope.state, None, current_dispatch())
+            raise_failures(await run_fanout(handlers, occasion), envelope.event)
+        return {}

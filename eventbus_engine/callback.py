@@ -1,0 +1,248 @@
+"""Callbacks: what watches the run. They run after the algorithms, all at once."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Generic, Literal, TypeAlias
+
+from typing_extensions import TypeVar
+
+from eventbus_engine._options import MISSING, accepts, function_name, name_of, read_option
+from eventbus_engine.errors import HandlerTypeError
+from eventbus_engine.event import RESERVED_VALUES, EventName
+
+__all__ = ["Callback", "HookNameWarning", "background", "bind_hook", "callback", "check_callback", "has_lifetime"]
+
+StateT = TypeVar("StateT", default=Any)
+
+Delivery: TypeAlias = Literal["inline", "background"]
+OnError: TypeAlias = Literal["raise", "log", "quarantine"]
+OnFull: TypeAlias = Literal["drop_oldest", "block", "coalesce"]
+
+
+class HookNameWarning(UserWarning):
+    """A callback has a method whose name nearly is an event's: it will never be called."""
+
+
+class Callback(Generic[StateT]):
+    """Something that watches the run: logging, timing, progress. It has one hook for each event it wants.
+
+    A hook is a method named like the event's value, taking `(state, logger)`, `def` or `async def`:
+
+        class Remote(Callback):
+            async def batch_end(self, state, logger): ...
+
+    Subclass it, or use `@callback`, or pass any object with such methods. Only the events whose hooks exist cost
+    anything. Besides the hooks: `open(state, logger)` runs once, before the first event; `close(state, logger)` and
+    then `post_close()` run when the engine closes.
+
+    Options, all class or instance attributes:
+
+    * `name`: a string; the snake_case of the class by default.
+    * `on_error`: `"raise"` (default: the event raises `CallbackErrors` once all callbacks are done), `"log"`, or
+      `"quarantine"`: log, and drop the callback after `quarantine_after` failures in a row (default 3).
+    * `timeout`: seconds an async hook may take, None for no limit.
+    * `delivery`: `"inline"` (default: the event waits for the hook) or `"background"`: a bounded mailbox
+      (`max_pending` events, default 1000; `on_full` = `"drop_oldest"`, `"block"` or `"coalesce"`) drained in order by
+      a worker of its own, which hands the hook a frozen snapshot of the state: its time, and copies of the
+      attributes named in `snapshot`.
+    """
+
+    name: str | None = None
+    on_error: OnError = "raise"
+    quarantine_after: int = 3
+    timeout: float | None = None
+    delivery: Delivery = "inline"
+    max_pending: int = 1000
+    on_full: OnFull = "drop_oldest"
+    snapshot: tuple[str, ...] = ()
+
+    def run_event(self, event: EventName, state: StateT, logger: Any) -> Any:
+        """Call the hook of this event, if there is one. Override it to take every event in one place."""
+        hook = getattr(self, event.value, None)
+        return hook(state, logger) if hook is not None else None
+
+    def open(self, state: StateT, logger: Any) -> Any:
+        """Acquire what the hooks need. Called once, before the first event. `def` or `async def`."""
+
+    def close(self, state: StateT, logger: Any) -> Any:
+        """Release it. Called once, when the engine closes; the logger still works. `def` or `async def`."""
+
+    def post_close(self) -> Any:
+        """Clean up after every callback has closed. Called only if `close` did not raise. `def` or `async def`."""
+
+
+CallbackFunction: TypeAlias = Callable[[Any, Any, Any], Any]
+"""`(event, state, logger) -> None`, plain or async."""
+
+
+class _FunctionCallback(Callback[Any]):
+    """The callback that `@callback` makes of a function."""
+
+    def __init__(self, function: CallbackFunction, events: frozenset[str], options: Mapping[str, Any]) -> None:
+        self._events = events
+        self.run_event = function  # type: ignore[method-assign]
+        self.__name__ = function_name(function)
+        self.__doc__ = function.__doc__
+        self.__wrapped__ = function
+        self.name = self.__name__
+        for option, value in options.items():
+            setattr(self, option, value)
+
+    def __call__(self, event: EventName, state: Any, logger: Any) -> Any:
+        """The decorated function stays callable as it was."""
+        return self.run_event(event, state, logger)
+
+    def __repr__(self) -> str:
+        return f"<callback {self.name}>"
+
+
+class _WithOptions(Callback[Any]):
+    """Another callback under other options; its hooks, lifetime and class are the original's."""
+
+    def __init__(self, wrapped: Any, options: Mapping[str, Any]) -> None:
+        self.__wrapped__ = wrapped
+        self.name = name_of(wrapped)
+        for option in OPTIONS[1:]:
+            setattr(self, option, read_option(wrapped, option, getattr(Callback, option)))
+        for option, value in options.items():
+            setattr(self, option, value)
+
+    def __repr__(self) -> str:
+        return repr(self.__wrapped__)
+
+
+OPTIONS = ("name", "on_error", "quarantine_after", "timeout", "delivery", "max_pending", "on_full", "snapshot")
+
+
+def _check_options(options: Mapping[str, Any], where: str) -> None:
+    for option in options:
+        if option not in OPTIONS:
+            raise HandlerTypeError(f"{where} has no option {option!r}; it takes {', '.join(OPTIONS)}")
+
+
+def callback(*events: EventName | str, **options: Any) -> Callable[[CallbackFunction], Callback[Any]]:
+    """Make a callback of a function `(event, state, logger)`, plain or async.
+
+    Args:
+        *events: when to run: members of a vocabulary, or their values; none means always.
+        **options: the options of `Callback`, by name.
+
+    Raises:
+        HandlerTypeError: if the function cannot take three positional arguments, or an option is unknown.
+    """
+    _check_options(options, "@callback")
+    if any(not isinstance(event, str) for event in events):
+        raise HandlerTypeError("@callback takes events: write @callback() over a function that wants all of them")
+
+    def decorate(function: CallbackFunction) -> Callback[Any]:
+        if not callable(function) or not accepts(function, 3):
+            raise HandlerTypeError(f"@callback needs a function (event, state, logger), got {function!r}")
+        values = frozenset(e if isinstance(e, EventName) else e.lower() for e in events)
+        return _FunctionCallback(function, values, options)
+
+    return decorate
+
+
+def background(callback: Any, **options: Any) -> Callback[Any]:
+    """The same callback delivered in the background, with other options, its class untouched.
+
+    Args:
+        callback: any callback.
+        **options: the options of `Callback`, by name.
+
+    Raises:
+        HandlerTypeError: for an unknown option, or something that is no callback.
+    """
+    _check_options(options, "background()")
+    check_callback(callback)
+    return _WithOptions(callback, {"delivery": "background", **options})
+
+
+def unwrap(candidate: Any) -> Any:
+    """The object whose methods are called: the original behind `background(...)`."""
+    while isinstance(candidate, _WithOptions):
+        candidate = candidate.__wrapped__
+    return candidate
+
+
+def bind_hook(candidate: Any, event: EventName) -> tuple[Callable[..., Any], bool] | None:
+    """What to call for this event, and whether with `(event, state, logger)` instead of `(state, logger)`.
+
+    None where the callback does not care: an event without a hook has to cost nothing.
+    """
+    target = unwrap(candidate)
+    if isinstance(target, _FunctionCallback):
+        return (target.run_event, True) if not target._events or event in target._events else None
+    takes_all = getattr(target, "run_event", None)
+    if callable(takes_all) and getattr(type(target), "run_event", MISSING) is not Callback.run_event:
+        return takes_all, True
+    hook = getattr(target, event.value, None)
+    return (hook, False) if callable(hook) else None
+
+
+def overrides(candidate: Any, method: str) -> Callable[..., Any] | None:
+    """The bound `open`, `close` or `post_close` of a callback, None where it is missing or the base's."""
+    target = unwrap(candidate)
+    if getattr(type(target), method, MISSING) is getattr(Callback, method):
+        return None
+    bound = getattr(target, method, None)
+    return bound if callable(bound) else None
+
+
+def has_lifetime(candidate: Any) -> bool:
+    """Whether the callback holds something between `open` and `close`, so that one engine at a time may use it."""
+    return any(overrides(candidate, method) for method in ("open", "close", "post_close"))
+
+
+def check_callback(candidate: Any) -> None:
+    """Refuse what cannot run as a callback, before anything runs.
+
+    Raises:
+        HandlerTypeError: a class, or an object without any method.
+    """
+    if isinstance(candidate, type):
+        raise HandlerTypeError(f"{candidate.__name__} is a class, not a callback; pass an instance: {candidate.__name__}()")
+    if inspect.isroutine(candidate):
+        raise HandlerTypeError(
+            f"{candidate!r} is a function, not a callback; decorate it with @callback(...), or subscribe it to the bus"
+        )
+    if candidate is None or isinstance(candidate, str | bytes | int | float | list | tuple | dict | set):
+        raise HandlerTypeError(f"{candidate!r} is no callback; pass an object with hooks named like events")
+
+
+def check_hooks(candidate: Any, events: type[EventName]) -> None:
+    """Check the hooks of a callback against a vocabulary: their signatures, and names that nearly match.
+
+    Raises:
+        HandlerTypeError: a hook that cannot take `(state, logger)`.
+    """
+    target = unwrap(candidate)
+    name = name_of(candidate)
+    for event in events:
+        bound = bind_hook(target, event)
+        if bound is not None and not accepts(bound[0], 3 if bound[1] else 2):
+            arguments = "event, state, logger" if bound[1] else "state, logger"
+            hook = "run_event" if bound[1] else event.value
+            raise HandlerTypeError(f"{name}.{hook} has to take ({arguments})")
+    for method, nearest in _near_misses(type(target), [event.value for event in events]):
+        warnings.warn(
+            f"{name}.{method} is no hook of {events.__name__}; did you mean {nearest}? "
+            f"(a name with a leading underscore is never taken for a hook)",
+            HookNameWarning,
+            stacklevel=2,
+        )
+
+
+def _near_misses(cls: type, values: Iterable[str]) -> Iterable[tuple[str, str]]:
+    """Public methods that look like hooks but are none. A near miss shares all but a letter or two with an event."""
+    known = {*values} | RESERVED_VALUES | {"load_state_dict"}
+    for method in dir(cls):
+        if method.startswith("_") or method in known or not inspect.isfunction(inspect.getattr_static(cls, method, None)):
+            continue
+        for nearest in difflib.get_close_matches(method.lower(), known - RESERVED_VALUES, n=1, cutoff=0.85):
+            if accepts(getattr(cls, method), 3):
+                yield method, nearest

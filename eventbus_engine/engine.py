@@ -1,0 +1,423 @@
+"""The Engine: the middleware that runs algorithms in order, then callbacks all at once, then the destinations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Generic, Self
+
+import anyio
+from opentelemetry.trace import TracerProvider
+from typing_extensions import TypeVar
+
+from eventbus_engine._options import read_option
+from eventbus_engine._steps import need_loop
+from eventbus_engine.bus import CallNext, Envelope, EventBus, current_dispatch
+from eventbus_engine.closing import CloseReport, close_participants
+from eventbus_engine.destinations import delivery_handler
+from eventbus_engine.errors import CallbackErrors, ConfigurationError, EngineClosedError
+from eventbus_engine.event import Event, EventName, resolve_event
+from eventbus_engine.fanout import ENVELOPE, Handler, Occasion, outcome_of, raise_failures, run_fanout
+from eventbus_engine.lanes import Dispatch
+from eventbus_engine.logger import Logger
+from eventbus_engine.pair import Pair
+from eventbus_engine.participants import AlgorithmEntry, Participants
+from eventbus_engine.passes import AlgorithmPass
+from eventbus_engine.plan import Order, PassesArgument, Plan, arrange, collect_passes, insert_pass
+from eventbus_engine.sequence import Offload, attach_traces, matches, run_algorithms
+from eventbus_engine.sync import SyncEngine
+from eventbus_engine.telemetry.spans import Activity, TracerSource
+from eventbus_engine.trace import Traces
+
+__all__ = ["Engine"]
+
+StateT = TypeVar("StateT", default=Any)
+
+class Engine(Generic[StateT]):
+    """Runs the algorithms and callbacks of a bus's events, in the order that its passes give them.
+
+    On every event of its vocabulary: the algorithms whose `match` is true run one after another; then the callbacks,
+    the rest of the bus's chain and its subscribers run concurrently; then the logger's destinations do. On INIT it
+    is the other way round: destinations, callbacks, algorithms.
+
+    Args:
+        state: what events are about unless they say otherwise. If it has `algorithms` or `callbacks`, those are the
+            engine's participants, read anew on every event.
+        logger: what handlers log to; by default a `Logger` over the destinations among the callbacks.
+        algorithm_passes: passes besides the default ones: one, a list, a `(pass, index)`, or a list of those.
+        algorithms: in registration order, where the state has none.
+        callbacks: in registration order, where the state has none; destinations may be among them.
+        events: the vocabulary.
+        bus: the bus to stand on; one of its own by default, made when first needed.
+        tracer_provider: where its spans go; the global provider by default.
+
+    Raises:
+        ConfigurationError: something cannot take part, is there twice, or contradicts something else.
+    """
+
+    def __init__(
+        self,
+        state: StateT | None = None,
+        logger: Any = None,
+        algorithm_passes: PassesArgument = None,
+        *,
+        algorithms: Sequence[Any] = (),
+        callbacks: Sequence[Any] = (),
+        events: type[EventName] = Event,
+        bus: EventBus | None = None,
+        tracer_provider: TracerProvider | None = None,
+    ) -> None:
+        if not (isinstance(events, type) and issubclass(events, EventName)):
+            raise ConfigurationError(f"events={events!r} is no vocabulary; subclass EventName and pass the class")
+        self.state = state
+        self.events = events
+        self.algorithm_passes = collect_passes(algorithm_passes)
+        self.offload: Offload | None = None
+        self._given = {"algorithms": list(algorithms), "callbacks": list(callbacks)}
+        self._remembered: dict[tuple[EventName, tuple[int, ...]], Order] = {}
+        self._tracers = TracerSource(tracer_provider)
+        self._active: set[Dispatch] = set()
+        self._idle: anyio.Event | None = None
+        self._opening: anyio.Event | None = None
+        self._close_timeout: float | None = None
+        self._report: CloseReport | None = None
+        self._own_logger = logger is None
+        self.logger: Any = Logger(state) if logger is None else logger
+        self._participants = self._gather(None)
+        self._bus: EventBus | None = None
+        if bus is not None:
+            bus.use(self)
+
+    # ------------------------------------------------------------------------------------------------ what it holds
+
+    @property
+    def bus(self) -> EventBus:
+        """The bus it stands on: the one it was given, the first it was used on, or one of its own."""
+        if self._bus is None:
+            EventBus().use(self)
+        assert self._bus is not None  # noqa: S101 -- `use` has just attached it
+        return self._bus
+
+    def _attach(self, bus: EventBus) -> None:
+        self._bus = self._bus or bus
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more events."""
+        return self._close_timeout is not None
+
+    def _live(self, kind: str) -> Sequence[Any]:
+        """The participants of a kind now: the state's own list where it has one, else the constructor's."""
+        given = self._given[kind]
+        theirs = read_option(self.state, kind, None)
+        if not isinstance(theirs, Sequence):
+            return given
+        if given:
+            raise ConfigurationError(
+                f"{kind} were given to the engine, and its state has {kind} of its own; pass them in one place"
+            )
+        return theirs
+
+    def _gather(self, before: Participants | None) -> Participants:
+        algorithms, callbacks = self._live("algorithms"), self._live("callbacks")
+        listed = read_option(self.logger, "destinations", ())
+        destinations = listed if isinstance(listed, Sequence) and not self._own_logger else ()
+        participants = Participants(algorithms, callbacks, destinations, self.events, before)
+        if isinstance(self.logger, Logger) and self._own_logger:
+            for entry in participants.entries:
+                if entry.destination:
+                    self.logger.add_destination(entry.callback)
+        return participants
+
+    def _current_participants(self) -> Participants:
+        if self._participants.changed(self._live("algorithms"), self._live("callbacks")):
+            self._participants = self._gather(self._participants)
+            self._remembered.clear()
+        return self._participants
+
+    def register_pass(self, algorithm_pass: AlgorithmPass, index: int = -1) -> None:
+        """Add a pass, after the others unless given an index.
+
+        Raises:
+            ConfigurationError: it cannot be called.
+        """
+        insert_pass(self.algorithm_passes, algorithm_pass, index)
+        self._remembered.clear()
+
+    @functools.cached_property
+    def sync(self) -> SyncEngine:
+        """The engine for a program without an event loop: `engine.sync.run_event(event)`, `.pair(...)`, `.close()`."""
+        return SyncEngine(self)
+
+    # --------------------------------------------------------------------------------------------------- publishing
+
+    async def run_event(self, event: EventName | str, state: Any = None) -> Traces:
+        """Publish an event about a state on the bus, and return once it has been handled.
+
+        Args:
+            event: a member, its value or its name: `Event.BEFORE_LOSS`, `"before_loss"`, `"BEFORE_LOSS"`.
+            state: what it is about; the engine's own state by default.
+
+        Returns:
+            What the algorithms did, by `<name>/<EVENT>`: first what ran, in order, then what did not.
+
+        Raises:
+            UnknownEventError: no such event in the vocabulary.
+            EngineClosedError: the engine is closed.
+            CallbackErrors: callbacks raised.
+            Exception: whatever an algorithm raised, with the traces so far as `exc.traces`.
+        """
+        member = resolve_event(event, self.events)
+        return await self.bus.publish(member, state=self.state if state is None else state)
+
+    def pair(self, event: EventName | str, state: Any = None) -> Pair:
+        """Publish both halves of a pair around a block of code, the second only if the block succeeded.
+
+        Example:
+            async with engine.pair(Event.BEFORE_LOSS):
+                state.loss = loss_fn(state.outputs, targets)
+
+        Raises:
+            UnknownEventError: no such event in the vocabulary.
+            ConfigurationError: it is not the first half of a pair.
+        """
+        return Pair(self.run_event, resolve_event(event, self.events), state, self._tracers)
+
+    def explain(self, event: EventName | str, state: Any = None) -> Plan:
+        """What would run on an event, in which order, and who decided so. Runs nothing but the matches and passes."""
+        member = resolve_event(event, self.events)
+        entries = self._current_participants().algorithms
+        about = self.state if state is None else state
+        matched = [entry for entry in entries if matches(entry, member, about)]
+        order = arrange(matched, member, self.algorithm_passes)
+        skipped = {entry.name: "not matched" for entry in entries if entry not in matched} | order.dropped
+        names = tuple(entry.name for entry in order.entries)
+        return Plan(member, tuple(entry.name for entry in matched), names, order.moves, skipped)
+
+    # ------------------------------------------------------------------------------------------------------ running
+
+    async def __call__(self, envelope: Envelope, call_next: CallNext) -> Traces:
+        """Handle one event of a bus, as its middleware."""
+        event = envelope.event
+        if type(event) is not self.events:
+            return await call_next(envelope)
+        dispatch = current_dispatch()
+        assert dispatch is not None  # noqa: S101 -- the bus has set it
+        self._admit(dispatch)
+        state = self.state if envelope.state is None else envelope.state
+        tracer = self._tracers.get()
+        span = Activity(tracer, f"dispatch {event.value}", "dispatch", event) if tracer is not None else None
+        occasion = Occasion(
+            envelope, state, self.logger, dispatch, tracer if span is not None and span.recording else None
+        )
+        self._active.add(dispatch)
+        error: BaseException | None = None
+        try:
+            return await self._handle(occasion, envelope, call_next, span)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            if span is not None:
+                span.end(outcome_of(error), error)
+            self._active.discard(dispatch)
+            if not self._active:
+                await self._fall_idle()
+
+    def _admit(self, dispatch: Dispatch) -> None:
+        """Refuse an event for a closed engine, but for those nested in what it still runs."""
+        if self.closed and not any(ancestor in self._active for ancestor in dispatch.ancestors()):
+            what = "is closed" if self._report is not None else "is closing"
+            raise EngineClosedError(
+                f"{dispatch.what.event.name} was published, but the engine {what}; publish before close(), or make a new Engine"
+            )
+
+    async def _handle(
+        self, occasion: Occasion, envelope: Envelope, call_next: CallNext, span: Activity | None
+    ) -> Traces:
+        participants = self._current_participants()
+        if any(not entry.opened for entry in participants.entries):
+            await self._open(participants, occasion)
+        if occasion.event.value == "init":
+            await self._run_destinations(participants, occasion)
+            others = await self._run_callbacks(participants, occasion, envelope, call_next, {})
+            traces = await run_algorithms(participants.algorithms, self._arrange, occasion, span, self.offload)
+        else:
+            traces = await run_algorithms(participants.algorithms, self._arrange, occasion, span, self.offload)
+            others = await self._run_callbacks(participants, occasion, envelope, call_next, traces)
+        for key, trace in others.items():
+            traces[_free_key(key, traces)] = trace
+        return traces
+
+    def _arrange(self, matched: list[AlgorithmEntry], event: EventName) -> Order:
+        """The order of these algorithms, from memory where every pass depends on nothing else."""
+        if not all(getattr(algorithm_pass, "pure", False) is True for algorithm_pass in self.algorithm_passes):
+            return arrange(matched, event, self.algorithm_passes)
+        key = event, tuple(id(entry) for entry in matched)
+        order = self._remembered.get(key)
+        if order is None:
+            order = self._remembered[key] = arrange(matched, event, self.algorithm_passes)
+        return order
+
+    async def _run_callbacks(
+        self, participants: Participants, occasion: Occasion, envelope: Envelope, call_next: CallNext, traces: Traces
+    ) -> Traces:
+        """Run the callbacks beside the rest of the chain, then the destinations; raise what failed.
+
+        Returns:
+            The traces of the engines further down the chain.
+        """
+        handlers = self._handlers(participants, occasion.event, destinations=False)
+        others: list[Traces] = []
+        subscribers = getattr(call_next, "handlers_for", None)
+        if subscribers is not None:
+            handlers += subscribers(envelope)
+        else:
+            handlers.append(_chain_handler(call_next, others))
+        failures = await run_fanout(handlers, occasion) if handlers else []
+        if occasion.event.value != "init":
+            await self._run_destinations(participants, occasion, failures)
+        if failures:
+            # An algorithm of an engine further down failed: its exception propagates as itself.
+            down = next((e for h, e in failures if h.chain and not isinstance(e, CallbackErrors)), None)
+            try:
+                raise_failures([(h, e) for h, e in failures if e is not down], occasion.event)
+            except CallbackErrors as error:
+                attach_traces(error, traces)
+                if down is None:
+                    raise
+                down.add_note(str(error))
+            if down is not None:
+                attach_traces(down, traces)
+                raise down
+        return others[0] if others else {}
+
+    async def _run_destinations(
+        self, participants: Participants, occasion: Occasion, failures: list[tuple[Handler, Exception]] | None = None
+    ) -> None:
+        """Hand the destinations what was logged, then their hooks. On their own (INIT) their failures are raised here."""
+        handlers = [h for h in self._handlers(participants, occasion.event, destinations=True)]
+        if not handlers:
+            return
+        failed = await run_fanout(handlers, occasion)
+        if failures is None:
+            raise_failures(failed, occasion.event)
+        else:
+            failures += failed
+
+    def _handlers(self, participants: Participants, event: EventName, *, destinations: bool) -> list[Handler]:
+        handlers = []
+        for entry in participants.entries:
+            if entry.destination is not destinations or entry.quarantined or not entry.opened:
+                continue
+            handler = entry.handler(event)
+            if destinations:
+                handler = delivery_handler(entry, handler, self.logger)
+            if handler is not None:
+                handlers.append(handler)
+        return handlers
+
+    async def _open(self, participants: Participants, occasion: Occasion) -> None:
+        """Open the callbacks that have not been, all at once; events of other lanes wait for it."""
+        while self._opening is not None:
+            await self._opening.wait()
+        entries = [entry for entry in participants.entries if not entry.opened]
+        for entry in entries:
+            entry.claim(self)
+        handlers = [handler for entry in entries if (handler := entry.lifetime_handler("open")) is not None]
+        failures: list[tuple[Handler, Exception]] = []
+        if handlers:
+            self._opening = anyio.Event() if any(handler.is_async for handler in handlers) else None
+            try:
+                failures = await run_fanout(handlers, occasion)
+            finally:
+                if self._opening is not None:
+                    self._opening.set()
+                    self._opening = None
+        failed = {id(handler.owner) for handler, _ in failures}
+        for entry in entries:
+            entry.opened = id(entry) not in failed
+        raise_failures(failures, occasion.event)
+
+    # ------------------------------------------------------------------------------------------------------ closing
+
+    async def close(self, timeout: float = 10.0) -> CloseReport:
+        """Close the engine: let what runs finish, then close every callback, then the destinations.
+
+        Exceptions of `close` and `post_close` are logged as errors and stand in the report; they are not raised.
+        Called from inside one of its handlers, it marks the engine as closing and returns; the closing itself
+        happens once that event has been handled. Closing twice is no error.
+
+        Args:
+            timeout: seconds for all of it.
+
+        Returns:
+            What was closed, what failed, and what was left unfinished at the deadline.
+        """
+        if self._close_timeout is None:
+            self._close_timeout = timeout
+            if self._inside():
+                return CloseReport(pending=True)
+        elif self._report is not None or self._inside():
+            return self._report or CloseReport(pending=True)
+        await need_loop()
+        deadline = anyio.current_time() + timeout
+        if self._active:
+            self._idle = self._idle or anyio.Event()
+            with anyio.move_on_after(timeout):
+                await self._idle.wait()
+        return await self._close_now(deadline)
+
+    async def _close_now(self, deadline: float) -> CloseReport:
+        if self._report is None:
+            in_flight = tuple(sorted(dispatch.what.event.name for dispatch in self._active))
+            self._report = CloseReport(in_flight=in_flight)
+            await close_participants(self._report, self._participants.entries, self.state, self.logger, deadline)
+        return self._report
+
+    def _inside(self) -> bool:
+        """Whether the caller is a handler of an event this engine is running."""
+        dispatch = current_dispatch()
+        return dispatch is not None and (
+            dispatch in self._active or any(ancestor in self._active for ancestor in dispatch.ancestors())
+        )
+
+    async def _fall_idle(self) -> None:
+        """The last event is done: whoever waits for that may close, or it was closed from inside and closes now."""
+        if self._idle is not None:
+            self._idle.set()
+        elif self._close_timeout is not None and self._report is None:
+            await need_loop()
+            with anyio.CancelScope(shield=True):
+                await self._close_now(anyio.current_time() + self._close_timeout)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        # Closing is bounded by its own deadline, and has to happen all the more when the run is cancelled.
+        with anyio.CancelScope(shield=True):
+            await self.close()
+
+
+def _free_key(key: str, traces: Traces) -> str:
+    """The key for a trace of another engine: its own, or the next free `#n` of it."""
+    if key not in traces:
+        return key
+    name, _, event = key.rpartition("/")
+    name, n = name.partition("#")[0], 2
+    while f"{name}#{n}/{event}" in traces:
+        n += 1
+    return f"{name}#{n}/{event}"
+
+
+def _chain_handler(call_next: CallNext, results: list[Traces]) -> Handler:
+    """The rest of the chain as one more callback, which leaves its traces in `results`."""
+
+    async def rest(envelope: Envelope) -> None:
+        results.append(await call_next(envelope))
+
+    return Handler("the rest of the chain", rest, ENVELOPE, is_async=True, chain=True)

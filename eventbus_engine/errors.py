@@ -1,0 +1,128 @@
+"""The exception tree. Every error of this package derives from `EventBusError`, so one `except` catches them all.
+
+    EventBusError
+    ├── ConfigurationError (ValueError)      something given to a constructor or a registration does not fit
+    │   ├── VocabularyError                  an event vocabulary with a value that cannot be an event
+    │   ├── AsyncMatchError (TypeError)      an algorithm whose `match` is a coroutine function
+    │   ├── HandlerTypeError (TypeError)     a handler that cannot be called, or not with what it is given
+    │   ├── CycleError                       ordering constraints that contradict each other
+    │   └── CallbackInUseError               a callback with a lifetime of its own, open in another engine
+    ├── UnknownEventError (ValueError)       a name that is no event of the vocabulary; lists the nearest ones
+    ├── TimeFormatError (ValueError)         a duration that does not parse, or units that do not mix
+    ├── PassError (TypeError)                an algorithm pass that did not return a sequence of algorithms
+    ├── BatchError (TypeError, ValueError)   a batch the training loop cannot read, split or hand to the model
+    ├── HandlerTimeoutError (TimeoutError)   an algorithm or callback that outlived its `timeout`
+    ├── HandlerCancelledError                a callback that cancelled itself
+    ├── DeadlockError                        dispatches that wait for each other's lanes
+    ├── EngineClosedError (RuntimeError)     an event for an engine that is closed, or closing
+    ├── SnapshotError (AttributeError)       a background callback read what its snapshot does not hold
+    ├── SyncUsageError (RuntimeError)        `engine.sync` called from one of the engine's own handlers
+    ├── TelemetryError (RuntimeError)        tracing asked to do what its set-up cannot do
+    └── CallbackErrors (ExceptionGroup)      what the callbacks of one event raised, in registration order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from eventbus_engine.trace import Traces
+
+
+class EventBusError(Exception):
+    """Base of every error raised by this package."""
+
+    traces: Traces
+    """What ran before the failure; set on whatever leaves `run_event`, ours or not."""
+
+
+class ConfigurationError(EventBusError, ValueError):
+    """Something handed to a constructor or a registration does not fit; raised before anything runs."""
+
+
+class VocabularyError(ConfigurationError):
+    """An `EventName` subclass has a member whose value cannot name an event."""
+
+
+class AsyncMatchError(ConfigurationError, TypeError):
+    """An algorithm's `match` is asynchronous. Matching decides the order, so it has to be a plain function."""
+
+
+class HandlerTypeError(ConfigurationError, TypeError):
+    """A handler, hook or algorithm cannot be called, or takes other arguments than it will be given."""
+
+
+class CycleError(ConfigurationError):
+    """Ordering constraints contradict each other.
+
+    `cycle` holds the names along the cycle, the first one repeated at the end.
+    """
+
+    def __init__(self, message: str, cycle: Sequence[str]) -> None:
+        super().__init__(message)
+        self.cycle = tuple(cycle)
+
+
+class CallbackInUseError(ConfigurationError):
+    """A callback that is open in one engine got its first event from another."""
+
+
+class UnknownEventError(EventBusError, ValueError):
+    """A name is not an event of the vocabulary in use. `nearest` holds the closest names, best first."""
+
+    def __init__(self, message: str, nearest: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.nearest = tuple(nearest)
+
+
+class TimeFormatError(EventBusError, ValueError):
+    """A duration does not parse, or two times of different units were mixed."""
+
+
+class PassError(EventBusError, TypeError):
+    """An algorithm pass returned None, or anything but a sequence of algorithms."""
+
+
+class BatchError(EventBusError, TypeError, ValueError):
+    """A batch cannot be read, split into microbatches, or handed to the model."""
+
+
+class HandlerTimeoutError(EventBusError, TimeoutError):
+    """An algorithm or a callback outlived its `timeout` and was cancelled."""
+
+
+class HandlerCancelledError(EventBusError):
+    """A callback cancelled itself. It counts as that callback's failure and reaches nobody else."""
+
+
+class DeadlockError(EventBusError):
+    """Dispatches wait for each other's lanes. `chain` describes each of them, in waiting order."""
+
+    def __init__(self, message: str, chain: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.chain = tuple(chain)
+
+
+class EngineClosedError(EventBusError, RuntimeError):
+    """The engine is closed, or closing, and takes no more events."""
+
+
+class SnapshotError(EventBusError, AttributeError):
+    """A background callback read an attribute of the state that its `snapshot` does not declare."""
+
+
+class SyncUsageError(EventBusError, RuntimeError):
+    """`engine.sync` was called where blocking the thread would block the engine itself."""
+
+
+class TelemetryError(EventBusError, RuntimeError):
+    """Tracing was asked to do something its set-up cannot do."""
+
+
+class CallbackErrors(EventBusError, ExceptionGroup[Exception]):
+    """The exceptions that callbacks (and plain subscribers) of one event raised, in registration order."""
+
+    def derive(self, excs: Sequence[Exception]) -> CallbackErrors:  # type: ignore[override]
+        """Keep the type when `split` or `except*` takes the group apart."""
+        return CallbackErrors(self.message, excs)

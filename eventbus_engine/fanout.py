@@ -1,0 +1,285 @@
+"""Run the handlers of one event concurrently: started in their order, each in a task and a context of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import nullcontext
+from contextvars import Context, copy_context
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from opentelemetry.trace import Tracer
+
+from eventbus_engine._steps import need_loop, resume
+from eventbus_engine.errors import CallbackErrors, HandlerCancelledError, HandlerTimeoutError
+from eventbus_engine.telemetry.spans import Activity, code_name
+
+if TYPE_CHECKING:
+    from eventbus_engine.event import EventName
+    from eventbus_engine.lanes import Dispatch
+    from eventbus_engine.trace import Outcome
+
+__all__ = ["ENVELOPE", "EVENT", "HOOK", "Handler", "Occasion", "outcome_of", "raise_failures", "run_fanout"]
+
+HOOK, EVENT, ENVELOPE = range(3)
+"""What a handler is called with: `(state, logger)`, `(event, state, logger)` or `(envelope)`."""
+
+
+class Handler:
+    """Something to call on an event.
+
+    Args:
+        name: for spans, notes and log records.
+        call: the bound function.
+        takes: HOOK, EVENT or ENVELOPE.
+        is_async: whether it is known to be a coroutine function. A plain one that returns an awaitable after all is
+            awaited all the same.
+        timeout: seconds, None for no limit.
+        owner: who decides about its failures: `settle(error, event)` says whether the event fails; None: it does.
+        chain: whether it is the rest of a middleware chain, whose callbacks have seen to their own failures.
+    """
+
+    __slots__ = ("call", "chain", "is_async", "name", "owner", "takes", "timeout")
+
+    def __init__(
+        self,
+        name: str,
+        call: Callable[..., Any],
+        takes: int,
+        *,
+        is_async: bool,
+        timeout: float | None = None,
+        owner: Any = None,
+        chain: bool = False,
+    ) -> None:
+        self.name = name
+        self.call = call
+        self.takes = takes
+        self.is_async = is_async
+        self.timeout = timeout
+        self.owner = owner
+        self.chain = chain
+
+
+class Occasion:
+    """One event as its handlers see it."""
+
+    __slots__ = ("arguments", "dispatch", "event", "tracer")
+
+    def __init__(
+        self, envelope: Any, state: Any, logger: Any, dispatch: Dispatch | None, tracer: Tracer | None = None
+    ) -> None:
+        self.event: EventName = envelope.event
+        self.arguments = ((state, logger), (self.event, state, logger), (envelope,))
+        self.dispatch = dispatch
+        self.tracer = tracer
+
+    async def enter_task(self) -> None:
+        """Get ready for something asynchronous: an event loop, and a note of the task that handles the dispatch.
+
+        By that note, a dispatch that waits for itself can be told from one that does not.
+        """
+        await need_loop()
+        if self.dispatch is not None and self.dispatch.task_id is None:
+            self.dispatch.task_id = anyio.get_current_task().id
+
+
+async def run_fanout(handlers: Sequence[Handler], occasion: Occasion) -> list[tuple[Handler, Exception]]:
+    """Run handlers, all of them whatever the others do, and return what failed, in the order given.
+
+    Plain functions run in the caller's task and context, at their place in the order; every async one runs in a task
+    of its own, whose context is a copy of the one at fan-out. Cancellation reaches all of them, and is waited for.
+    """
+    return await _FanOut(handlers, occasion).run()
+
+
+def raise_failures(failures: Sequence[tuple[Handler, Exception]], event: EventName) -> None:
+    """Raise the failures that count, once their owners have seen them.
+
+    Raises:
+        CallbackErrors: in registration order.
+    """
+    counted: list[Exception] = []
+    for handler, error in failures:
+        if handler.chain and isinstance(error, CallbackErrors):
+            counted.extend(error.exceptions)
+            continue
+        error.add_note(f"in callback {handler.name} on {event.name}")
+        if handler.owner is None or handler.owner.settle(error, event):
+            counted.append(error)
+    if counted:
+        names = "1 callback" if len(counted) == 1 else f"{len(counted)} callbacks"
+        raise CallbackErrors(f"{names} failed on {event.name}", counted)
+
+
+def outcome_of(error: BaseException | None) -> Outcome:
+    """How an execution ended, by what it raised."""
+    if error is None:
+        return "ok"
+    if isinstance(error, HandlerTimeoutError):
+        return "timed_out"
+    return "failed" if isinstance(error, Exception) and not isinstance(error, HandlerCancelledError) else "cancelled"
+
+
+class _FanOut:
+    def __init__(self, handlers: Sequence[Handler], occasion: Occasion) -> None:
+        self.handlers = handlers
+        self.occasion = occasion
+        self.errors: dict[int, Exception] = {}
+        self.base: Context
+        self.group: Any
+
+    async def run(self) -> list[tuple[Handler, Exception]]:
+        handlers = self.handlers
+        if any(handler.is_async for handler in handlers):
+            await self.run_tasks(0, None)
+        else:
+            for i in range(len(handlers)):
+                surprise = self.call_plain(i)
+                if surprise is not None:
+                    await self.run_tasks(i, surprise)
+                    break
+        return [(handlers[i], self.errors[i]) for i in sorted(self.errors)]
+
+    async def run_tasks(self, i: int, awaitable: Awaitable[Any] | None) -> None:
+        """Run what is left from `i` on, which has returned `awaitable` already if that is not None."""
+        handlers, total = self.handlers, len(self.handlers)
+        await self.occasion.enter_task()
+        self.base = copy_context()
+        async with anyio.create_task_group() as self.group:
+            while i < total:
+                if awaitable is None and not handlers[i].is_async:
+                    awaitable = self.call_plain(i)
+                    i += awaitable is None
+                    continue
+                end = i + 1
+                while awaitable is None and end < total and handlers[end].is_async:
+                    end += 1
+                # A plain function that follows has to start after them, and it runs here, not in a task.
+                started = anyio.Event() if end < total else None
+                self.start(i, end, awaitable, started)
+                if started is not None:
+                    await started.wait()
+                i, awaitable = end, None
+
+    def start(self, i: int, end: int, awaitable: Awaitable[Any] | None, started: anyio.Event | None) -> None:
+        """Start handler `i` in a task; it starts the next one, up to `end`, as soon as it first suspends.
+
+        Starting them all at once would leave the order to the event loop, and trio shuffles on purpose.
+        """
+        self.base.copy().run(self.group.start_soon, self.run_task, i, end, awaitable, started)
+
+    def call_plain(self, i: int) -> Awaitable[Any] | None:
+        """Call a plain function here and now; returns what it returned if that has to be awaited."""
+        handler = self.handlers[i]
+        span = self.open_span(handler)
+        error: BaseException | None = None
+        try:
+            result = handler.call(*self.occasion.arguments[handler.takes])
+            if result is not None and isinstance(result, Awaitable):
+                return result
+            self.succeeded(handler)
+            return None
+        except Exception as raised:
+            error = self.errors[i] = raised
+            return None
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            if span is not None:
+                span.end(outcome_of(error), error)
+
+    async def run_task(
+        self, i: int, end: int, awaitable: Awaitable[Any] | None, started: anyio.Event | None
+    ) -> None:
+        handler = self.handlers[i]
+        baton = _Baton(self, i + 1, end, started)
+        span = self.open_span(handler)
+        error: BaseException | None = None
+        try:
+            limit = nullcontext() if handler.timeout is None else anyio.move_on_after(handler.timeout)
+            with limit as scope:
+                if awaitable is None:
+                    awaitable = handler.call(*self.occasion.arguments[handler.takes])
+                await FirstStep(awaitable, baton.hand_on)
+            if scope is None or not scope.cancelled_caught:
+                self.succeeded(handler)
+            else:
+                error = self.errors[i] = HandlerTimeoutError(
+                    f"callback {handler.name} did not finish {self.occasion.event.name} within {handler.timeout:g} s"
+                )
+        except Exception as raised:
+            error = self.errors[i] = raised
+        except BaseException as raised:
+            error = raised
+            if not isinstance(raised, anyio.get_cancelled_exc_class()) or _cancelled_from_outside():
+                raise
+            error = self.errors[i] = HandlerCancelledError(
+                f"callback {handler.name} cancelled itself on {self.occasion.event.name}"
+            )
+            error.__cause__ = raised
+        finally:
+            if span is not None:
+                span.end(outcome_of(error), error)
+        baton.hand_on()
+
+    @staticmethod
+    def succeeded(handler: Handler) -> None:
+        if handler.owner is not None:
+            handler.owner.failures = 0
+
+    def open_span(self, handler: Handler) -> Activity | None:
+        tracer = self.occasion.tracer
+        if tracer is None or handler.chain:
+            return None
+        attributes = {"code.function.name": code_name(handler.call)}
+        return Activity(tracer, f"callback {handler.name}", "callback", self.occasion.event, attributes)
+
+
+class _Baton:
+    """Starts the next handler of a run of async ones, once."""
+
+    __slots__ = ("end", "fan", "following", "started")
+
+    def __init__(self, fan: _FanOut, following: int, end: int, started: anyio.Event | None) -> None:
+        self.fan = fan
+        self.following = following
+        self.end = end
+        self.started = started
+
+    def hand_on(self) -> None:
+        following, self.following = self.following, -1
+        if following < 0:
+            return
+        if following < self.end:
+            self.fan.start(following, self.end, None, self.started)
+        elif self.started is not None:
+            self.started.set()
+
+
+class FirstStep:
+    """Await something, and say so when it first suspends (never, if it does not)."""
+
+    __slots__ = ("_awaitable", "_then")
+
+    def __init__(self, awaitable: Awaitable[Any], then: Callable[[], None]) -> None:
+        self._awaitable = awaitable
+        self._then = then
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        steps: Any = self._awaitable.__await__()
+        try:
+            yielded = next(steps)
+        except StopIteration as stop:
+            return stop.value
+        self._then()
+        return (yield from resume(steps, yielded))
+
+
+def _cancelled_from_outside() -> bool:
+    """Whether a scope around this task is cancelled. A handler that only cancelled itself is in no such scope."""
+    return anyio.current_effective_deadline() == -math.inf
+
+

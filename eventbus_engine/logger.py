@@ -1,0 +1,209 @@
+"""Logging: `Logger`, which handlers call, and `LoggerDestination`, where the records go."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from eventbus_engine._options import MISSING, is_async_callable, name_of
+from eventbus_engine.callback import Callback, unwrap
+
+if TYPE_CHECKING:
+    from eventbus_engine.trace import Traces
+
+__all__ = ["Logger", "LoggerDestination", "is_destination"]
+
+class LoggerDestination(Callback[Any]):
+    """Where log records go: a console, a file, a service. A callback that also has `log_*` methods.
+
+    Override what you care for, `def` or `async def`. A plain method is called at once, on whichever thread logged;
+    an async one receives its records in order when the destinations run, after the callbacks of the event.
+    A destination that fails never stops a run: `on_error` is `"log"` unless you say otherwise.
+    """
+
+    on_error = "log"
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> Any:
+        """Record metrics, name to value, of a step (the number of the batch)."""
+
+    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> Any:
+        """Record what configures the run."""
+
+    def log_traces(self, traces: Traces, step: int | None = None) -> Any:
+        """Record what the engine did with its algorithms on one event."""
+
+    def log_table(
+        self, columns: Sequence[str], rows: Sequence[Sequence[Any]], name: str = "Table", step: int | None = None
+    ) -> Any:
+        """Record a table of `rows`, each as long as `columns`."""
+
+    def log_images(
+        self,
+        images: Any,
+        name: str = "Images",
+        channels_last: bool = False,
+        step: int | None = None,
+        masks: Mapping[str, Any] | None = None,
+        mask_class_labels: Mapping[int, str] | None = None,
+        use_table: bool = True,
+    ) -> Any:
+        """Record one image, (C, H, W) or (H, W, C) if `channels_last`, or a batch of them."""
+
+    def upload_file(
+        self, state: Any, remote_file_name: str, file_path: str | PathLike[str], *, overwrite: bool = False
+    ) -> Any:
+        """Store a file under a remote name."""
+
+
+_METHODS = ("log_metrics", "log_hyperparameters", "log_traces", "log_table", "log_images", "upload_file")
+
+
+def is_destination(candidate: Any) -> bool:
+    """Whether a callback takes log records: a LoggerDestination, or anything that really has one of its methods."""
+    target = unwrap(candidate)
+    return isinstance(target, LoggerDestination) or any(
+        getattr(type(target), method, MISSING) is not MISSING for method in _METHODS
+    )
+
+
+def _identity(result: Awaitable[Any]) -> Awaitable[Any]:
+    return result
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+class _Port:
+    """The logger's end of one destination: which methods it has, and the records waiting for its async ones."""
+
+    __slots__ = ("destination", "methods", "name", "pending")
+
+    def __init__(self, destination: Any) -> None:
+        self.destination = destination
+        self.name = name_of(destination)
+        self.pending: deque[Callable[[], Any]] = deque()
+        target = unwrap(destination)
+        self.methods: dict[str, tuple[Callable[..., Any], bool]] = {}
+        for method in _METHODS:
+            bound = getattr(target, method, None)
+            if callable(bound) and getattr(type(target), method, MISSING) is not getattr(LoggerDestination, method):
+                self.methods[method] = bound, is_async_callable(bound)
+
+
+class Logger:
+    """Hands log records to every destination. Each method is a plain call that returns at once.
+
+    A failure of a destination never reaches the caller: it is reported on the `eventbus_engine` logger of the
+    standard library, or raised at the destination stage of the event where the destination's `on_error` is `"raise"`.
+
+    Args:
+        state: the state whose `timestamp.batch` is the default step. May be None.
+        destinations: `LoggerDestination`s, or objects with the same methods.
+    """
+
+    def __init__(self, state: Any = None, destinations: Iterable[Any] = ()) -> None:
+        self._state = state
+        self._ports: dict[int, _Port] = {}
+        self.destinations: list[Any] = []
+        for destination in destinations:
+            self.add_destination(destination)
+
+    def add_destination(self, destination: Any) -> None:
+        """Send the records from now on to this destination too; once is enough."""
+        if not any(known is destination for known in self.destinations):
+            self.destinations.append(destination)
+            self._ports[id(destination)] = _Port(destination)
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log metrics, name to value. `step` defaults to the state's batch."""
+        self._send("log_metrics", metrics, step=self._step(step))
+
+    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+        """Log what configures the run."""
+        self._send("log_hyperparameters", hyperparameters)
+
+    def log_traces(self, traces: Traces, step: int | None = None) -> None:
+        """Log what the engine did on one event. The engine calls this itself."""
+        self._send("log_traces", traces, step=self._step(step))
+
+    def log_table(
+        self, columns: Sequence[str], rows: Sequence[Sequence[Any]], name: str = "Table", step: int | None = None
+    ) -> None:
+        """Log a table of `rows`, each as long as `columns`."""
+        self._send("log_table", columns, rows, name, step=self._step(step))
+
+    def log_images(
+        self,
+        images: Any,
+        name: str = "Images",
+        channels_last: bool = False,
+        step: int | None = None,
+        masks: Mapping[str, Any] | None = None,
+        mask_class_labels: Mapping[int, str] | None = None,
+        use_table: bool = True,
+    ) -> None:
+        """Log one image, (C, H, W) or (H, W, C) if `channels_last`, or a batch of them."""
+        self._send(
+            "log_images",
+            images,
+            name,
+            channels_last,
+            step=self._step(step),
+            masks=masks,
+            mask_class_labels=mask_class_labels,
+            use_table=use_table,
+        )
+
+    def upload_file(self, remote_file_name: str, file_path: str | PathLike[str], *, overwrite: bool = False) -> None:
+        """Store a file under a remote name with every destination that takes files."""
+        self._send("upload_file", self._state, remote_file_name, file_path, overwrite=overwrite)
+
+    def takes(self, method: str) -> bool:
+        """Whether any destination has this `log_*` method, so that the caller may spare itself the work."""
+        return any(method in port.methods for port in self._ports.values())
+
+    def bound_to(self, state: Any) -> Logger:
+        """A logger with the same destinations whose default step is another state's, for a background snapshot."""
+        other = Logger.__new__(Logger)
+        other._state, other._ports, other.destinations = state, self._ports, self.destinations
+        return other
+
+    def _step(self, step: int | None) -> int | None:
+        if step is not None:
+            return step
+        batch = getattr(getattr(self._state, "timestamp", None), "batch", None)
+        return None if batch is None else int(batch)
+
+    def _send(self, method: str, *args: Any, **kwargs: Any) -> None:
+        for port in list(self._ports.values()):
+            found = port.methods.get(method)
+            if found is None:
+                continue
+            function, is_async = found
+            if is_async:
+                # The caller may go on changing its dict; what was logged is what it held now.
+                kept = [dict(arg) if isinstance(arg, dict) else arg for arg in args]
+                port.pending.append(functools.partial(function, *kept, **kwargs))
+                continue
+            try:
+                result = function(*args, **kwargs)
+            except Exception as error:
+                self._keep_failure(port, method, error)
+            else:
+                if isinstance(result, Awaitable):
+                    port.pending.append(functools.partial(_identity, result))
+
+    def _keep_failure(self, port: _Port, method: str, error: Exception) -> None:
+        """Leave the failure to the destination stage, where the destination's `on_error` decides about it."""
+        error.add_note(f"in destination {port.name}, {method}")
+
+        port.pending.append(functools.partial(_raise, error))
+
+    def pending(self, destination: Any) -> deque[Callable[[], Any]] | None:
+        """The records waiting for an async destination, each a call to make and await; None if it is not ours."""
+        port = self._ports.get(id(destination))
+        return port.pending if port is not None else None

@@ -1,0 +1,49 @@
+"""Log values as plain Python: `plain` takes scalars out of tensors and arrays without knowing their libraries."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Set
+from datetime import date
+from enum import Enum
+from typing import Any
+
+__all__ = ["plain"]
+
+
+def plain(value: Any) -> Any:
+    """The value as None, bool, int, float, str, list and dict, copied, so that later changes do not show.
+
+    Tensors and arrays (anything with `tolist`) become numbers or nested lists, enumerations their values, dataclasses
+    dicts, sets lists, dates ISO 8601 strings. Keys become strings, and so does everything else. Floats stay what they
+    are, NaN and the infinities included.
+    """
+    match value:
+        case Enum():
+            return plain(value.value)
+        case None | bool() | str():
+            return value
+        # A subclass, as numpy.float64 is one of float, would show its own name in every line.
+        case int():
+            return int(value)
+        case float():
+            return float(value)
+        case Mapping():
+            return {str(plain(key)): plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [plain(item) for item in value]
+        case Set():
+            return [plain(item) for item in sorted(value, key=repr)]
+        case date():
+            return value.isoformat()
+        case os.PathLike():
+            return os.fspath(value)
+        case BaseException():
+            return f"{type(value).__name__}: {value}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    unpack = getattr(value, "tolist", None)
+    unpacked = unpack() if callable(unpack) else None
+    # Anything may claim to have the method; a mock has all of them.
+    return plain(unpacked) if isinstance(unpacked, bool | int | float | str | list) else str(value)

@@ -1,0 +1,235 @@
+"""Who takes part in an engine: its algorithms, callbacks and destinations, checked, named and bound."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from eventbus_engine._options import is_async_callable, name_of, read_choice, read_option, read_timeout
+from eventbus_engine.algorithm import check_algorithm
+from eventbus_engine.callback import (
+    bind_hook,
+    check_callback,
+    check_hooks,
+    has_lifetime,
+    overrides,
+    unwrap,
+)
+from eventbus_engine.errors import CallbackInUseError, ConfigurationError
+from eventbus_engine.event import EventName, resolve_event
+from eventbus_engine.fanout import EVENT, HOOK, Handler
+from eventbus_engine.logger import is_destination
+from eventbus_engine.passes import ConflictWarning, check_constraints, find_conflicts
+
+__all__ = ["AlgorithmEntry", "CallbackEntry", "Participants"]
+
+log = logging.getLogger("eventbus_engine")
+
+_open_in: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Which engine each open callback is open in, by the callback's id. Weak: an engine that is gone holds nothing."""
+
+
+class AlgorithmEntry:
+    """An algorithm, its name in traces and what to call."""
+
+    __slots__ = ("algorithm", "apply", "is_async", "match", "name", "timeout")
+
+    def __init__(self, algorithm: Any, name: str) -> None:
+        check_algorithm(algorithm)
+        self.algorithm = algorithm
+        self.name = name
+        self.match: Callable[[Any, Any], Any] = algorithm.match
+        self.apply: Callable[[Any, Any, Any], Any] = algorithm.apply
+        self.is_async = is_async_callable(self.apply)
+        self.timeout = read_timeout(algorithm, f"algorithm {name}")
+        if self.timeout is not None and not self.is_async:
+            raise ConfigurationError(plain_timeout(f"algorithm {name}", "apply"))
+
+
+class CallbackEntry:
+    """A callback, its name, its options, and how it has been doing."""
+
+    __slots__ = ("callback", "destination", "failures", "name", "on_error", "opened", "quarantine_after", "quarantined", "timeout")
+
+    def __init__(self, callback: Any, name: str, destination: bool) -> None:
+        self.callback = callback
+        self.name = name
+        self.destination = destination
+        described = f"callback {name}"
+        # A destination that is none of ours has no say about it either: telemetry never kills a run.
+        default = "log" if destination else "raise"
+        has_say = read_option(callback, "on_error", None) is not None
+        choices = ("raise", "log", "quarantine")
+        self.on_error: str = read_choice(callback, "on_error", choices, described) if has_say else default
+        self.quarantine_after = read_option(callback, "quarantine_after", 3)
+        if not isinstance(self.quarantine_after, int) or self.quarantine_after < 1:
+            raise ConfigurationError(
+                f"{described} has quarantine_after={self.quarantine_after!r}; give a number of failures, 1 or more"
+            )
+        self.timeout = read_timeout(callback, described)
+        self.failures = 0
+        self.quarantined = False
+        self.opened = False
+
+    def handler(self, event: EventName) -> Handler | None:
+        """Its hook for an event, bound; None where it has none."""
+        bound = bind_hook(self.callback, event)
+        if bound is None:
+            return None
+        hook, takes_event = bound
+        is_async = is_async_callable(hook)
+        if self.timeout is not None and not is_async:
+            raise ConfigurationError(plain_timeout(f"callback {self.name}", "run_event" if takes_event else event.value))
+        takes = EVENT if takes_event else HOOK
+        return Handler(self.name, hook, takes, is_async=is_async, timeout=self.timeout, owner=self)
+
+    def lifetime_handler(self, method: str) -> Handler | None:
+        """Its `open` or `close`, bound; None where it has none of its own."""
+        bound = overrides(self.callback, method)
+        if bound is None:
+            return None
+        return Handler(self.name, bound, HOOK, is_async=is_async_callable(bound), timeout=None, owner=self)
+
+    def settle(self, error: Exception, event: EventName) -> bool:
+        """Decide about a failure: True if the event fails for it, False if it is logged here."""
+        if self.on_error == "raise":
+            return True
+        kind = "destination" if self.destination else "callback"
+        self.failures += 1
+        if self.on_error == "quarantine" and self.failures >= self.quarantine_after:
+            self.quarantined = True
+            log.error(
+                "%s %s failed %d times in a row, last on %s, and is dropped from the run",
+                kind, self.name, self.failures, event.name, exc_info=error,
+            )  # fmt: skip
+        else:
+            log.error("%s %s failed on %s", kind, self.name, event.name, exc_info=error)
+        return False
+
+    def claim(self, engine: Any) -> None:
+        """Note that the callback is open in this engine.
+
+        Raises:
+            CallbackInUseError: it has a lifetime of its own and is open in another engine.
+        """
+        target = unwrap(self.callback)
+        if not has_lifetime(target):
+            return
+        holder = _open_in.get(id(target))
+        if holder is not None and holder is not engine:
+            raise CallbackInUseError(
+                f"callback {self.name} is open in another engine; close that one first (await engine.close()), or give "
+                f"this engine a callback of its own"
+            )
+        _open_in[id(target)] = engine
+
+    def release(self) -> None:
+        """Note that the callback is closed."""
+        _open_in.pop(id(unwrap(self.callback)), None)
+
+
+class Participants:
+    """The algorithms and callbacks of an engine at one moment.
+
+    Args:
+        algorithms: in registration order.
+        callbacks: in registration order, destinations among them.
+        destinations: further destinations, of the engine's logger.
+        events: the engine's vocabulary.
+        before: the participants until now: who stays keeps its history.
+
+    Raises:
+        ConfigurationError: something cannot take part, is there twice, or contradicts something else.
+    """
+
+    def __init__(
+        self,
+        algorithms: Sequence[Any],
+        callbacks: Sequence[Any],
+        destinations: Sequence[Any],
+        events: type[EventName],
+        before: Participants | None = None,
+    ) -> None:
+        self.seen_algorithms = tuple(algorithms)
+        self.seen_callbacks = tuple(callbacks)
+        self.warned: set[tuple[str, str]] = before.warned if before is not None else set()
+        everybody = [*callbacks, *(d for d in destinations if not any(d is c for c in callbacks))]
+        _refuse_twice("algorithm", algorithms)
+        _refuse_twice("callback", callbacks)
+        names = unique_names(algorithms)
+        self.algorithms = [AlgorithmEntry(a, n) for a, n in zip(algorithms, names, strict=True)]
+        check_constraints(algorithms)
+        for algorithm in algorithms:
+            _check_events(algorithm, events)
+        known = {id(entry.callback): entry for entry in before.entries} if before is not None else {}
+        self.entries: list[CallbackEntry] = []
+        for callback, name in zip(everybody, unique_names(everybody), strict=True):
+            entry = known.get(id(callback))
+            if entry is None:
+                check_callback(callback)
+                _check_events(callback, events)
+                check_hooks(callback, events)
+                entry = CallbackEntry(callback, name, is_destination(callback))
+                for event in events:
+                    entry.handler(event)
+            self.entries.append(entry)
+        self._warn_of_conflicts()
+
+    def changed(self, algorithms: Sequence[Any], callbacks: Sequence[Any]) -> bool:
+        """Whether these are others than the ones seen, by identity."""
+        return not (_same(self.seen_algorithms, algorithms) and _same(self.seen_callbacks, callbacks))
+
+    def _warn_of_conflicts(self) -> None:
+        for pair in find_conflicts(self.seen_algorithms):
+            if pair not in self.warned:
+                self.warned.add(pair)
+                warnings.warn(
+                    f"{pair[0]} conflicts with {pair[1]}, and both are registered; drop one of them",
+                    ConflictWarning,
+                    stacklevel=4,
+                )
+
+
+def unique_names(participants: Iterable[Any]) -> list[str]:
+    """Their names in order, a second `mixup` being `mixup#2`."""
+    counts: dict[str, int] = {}
+    names = []
+    for participant in participants:
+        name = name_of(participant)
+        counts[name] = counts.get(name, 0) + 1
+        names.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
+    return names
+
+
+def plain_timeout(described: str, method: str) -> str:
+    """The message for a limit on what cannot be interrupted."""
+    return (
+        f"{described} has a timeout, but {method} is a plain function: it runs on the event loop and cannot be "
+        f"interrupted; make it `async def {method}`, or drop the timeout"
+    )
+
+
+def _same(seen: tuple[Any, ...], now: Sequence[Any]) -> bool:
+    return len(seen) == len(now) and all(a is b for a, b in zip(seen, now, strict=True))
+
+
+def _refuse_twice(kind: str, participants: Sequence[Any]) -> None:
+    for i, participant in enumerate(participants):
+        if any(participant is other for other in participants[:i]):
+            raise ConfigurationError(f"{kind} {name_of(participant)} is registered twice; register another instance of it")
+
+
+def _check_events(participant: Any, events: type[EventName]) -> None:
+    """The events named in a decorator have to be of the engine's vocabulary, or the function would never run."""
+    target = unwrap(participant)
+    for event in read_option(target, "_events", ()) if _decorated(target) else ():
+        resolve_event(event, events)
+
+
+def _decorated(target: Any) -> bool:
+    return isinstance(read_option(target, "_events", None), frozenset) and hasattr(target, "__wrapped__")
+
+

@@ -1,0 +1,153 @@
+"""Run the algorithms of one event: those that match, one after another, in the order that the passes give them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from types import CoroutineType
+from typing import Any, TypeAlias
+
+import anyio
+
+from eventbus_engine.errors import AsyncMatchError, HandlerTimeoutError
+from eventbus_engine.event import EventName
+from eventbus_engine.fanout import EVENT, HOOK, Occasion, outcome_of
+from eventbus_engine.logger import Logger
+from eventbus_engine.participants import AlgorithmEntry
+from eventbus_engine.plan import Order
+from eventbus_engine.telemetry.spans import Activity, code_name
+from eventbus_engine.trace import Trace, Traces, step_of
+
+__all__ = ["Offload", "attach_traces", "matches", "run_algorithms"]
+
+Offload: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Runs a plain function off the event loop."""
+
+Arrange: TypeAlias = Callable[[list[AlgorithmEntry], EventName], Order]
+
+
+async def run_algorithms(
+    entries: Sequence[AlgorithmEntry],
+    arrange: Arrange,
+    occasion: Occasion,
+    dispatch_span: Activity | None,
+    offload: Offload | None,
+) -> Traces:
+    """Run the algorithms that match, in the order that `arrange` gives them, in the caller's task and context.
+
+    Returns:
+        What ran, in its order, then what did not.
+
+    Raises:
+        Exception: whatever an algorithm, its `match` or a pass raised, with the traces so far as `exc.traces`.
+    """
+    event, (state, logger) = occasion.event, occasion.arguments[HOOK]
+    traces: Traces = {}
+    matched: list[AlgorithmEntry] = []
+    order = Order((), {}, ())
+    try:
+        for entry in entries:
+            if matches(entry, event, state):
+                matched.append(entry)
+        order = arrange(matched, event)
+        for position, entry in enumerate(order.entries):
+            trace = traces[f"{entry.name}/{event.name}"] = Trace(entry.name, event, None, position, True, "ok")
+            await _apply(entry, trace, occasion, offload)
+    except BaseException as error:
+        _complete(traces, entries, matched, order, event)
+        attach_traces(error, traces)
+        raise
+    else:
+        _complete(traces, entries, matched, order, event)
+    finally:
+        skipped = [trace.name for trace in traces.values() if not trace.run]
+        if dispatch_span is not None and skipped:
+            dispatch_span.set("eventbus.skipped", skipped)
+        if traces and isinstance(logger, Logger) and logger.takes("log_traces"):
+            logger.log_traces(traces, step=step_of(event, state))
+    return traces
+
+
+def matches(entry: AlgorithmEntry, event: EventName, state: Any) -> bool:
+    """Whether an algorithm wants to run.
+
+    Raises:
+        AsyncMatchError: `match` turned out to be asynchronous.
+        Exception: whatever it raised, with a note naming it.
+    """
+    try:
+        result = entry.match(event, state)
+        if type(result) is CoroutineType:
+            result.close()
+            raise AsyncMatchError(
+                f"{entry.name}.match is async; matching decides the order, so make it a plain function"
+            )
+        return bool(result)
+    except Exception as error:
+        error.add_note(f"in match of algorithm {entry.name} on {event.name}")
+        raise
+
+
+async def _apply(entry: AlgorithmEntry, trace: Trace, occasion: Occasion, offload: Offload | None) -> None:
+    """Run one algorithm, and note in its trace how that went."""
+    span: Activity | None = None
+    if occasion.tracer is not None:
+        attributes = {"eventbus.order": trace.order, "code.function.name": code_name(entry.apply)}
+        span = Activity(occasion.tracer, f"algorithm {entry.name}", "algorithm", occasion.event, attributes)
+    trace.start_ns, started = time.time_ns(), time.perf_counter_ns()
+    try:
+        trace.exit_code = await _call(entry, occasion, offload)
+    except BaseException as error:
+        trace.error, trace.outcome = error, outcome_of(error)
+        error.add_note(f"in algorithm {entry.name} on {occasion.event.name}")
+        raise
+    finally:
+        trace.duration_ns = time.perf_counter_ns() - started
+        if span is not None:
+            if isinstance(trace.exit_code, int):
+                span.set("eventbus.exit_code", trace.exit_code)
+            span.end(trace.outcome, trace.error)
+
+
+async def _call(entry: AlgorithmEntry, occasion: Occasion, offload: Offload | None) -> Any:
+    arguments = occasion.arguments[EVENT]
+    if entry.is_async:
+        await occasion.enter_task()
+        if entry.timeout is None:
+            return await entry.apply(*arguments)
+        with anyio.move_on_after(entry.timeout):
+            return await entry.apply(*arguments)
+        # Only a cancelled scope is left without a result.
+        raise HandlerTimeoutError(
+            f"algorithm {entry.name} did not finish {occasion.event.name} within {entry.timeout:g} s"
+        )
+    if offload is None:
+        result = entry.apply(*arguments)
+    else:
+        await occasion.enter_task()
+        result = await offload(partial(entry.apply, *arguments))
+    if result is not None and isinstance(result, Awaitable):
+        await occasion.enter_task()
+        return await result
+    return result
+
+
+def _complete(
+    traces: Traces, entries: Sequence[AlgorithmEntry], matched: Sequence[AlgorithmEntry], order: Order, event: EventName
+) -> None:
+    """Add the algorithms that did not run, in registration order, each with its reason."""
+    known = list(entries)
+    for entry in [*known, *(entry for entry in order.entries if entry not in known)]:
+        key = f"{entry.name}/{event.name}"
+        if key not in traces:
+            reason = order.dropped.get(entry.name) or ("not matched" if entry in known and entry not in matched else "not reached")
+            traces[key] = Trace(entry.name, event, reason=reason)
+
+
+def attach_traces(error: BaseException, traces: Traces) -> None:
+    """Leave the traces with an exception that leaves the engine; those of the innermost event stay."""
+    if isinstance(error, Exception) and getattr(error, "traces", None) is None:
+        with suppress(AttributeError, TypeError):  # an exception class that is frozen, or has slots
+            error.traces = traces  # type: ignore[attr-defined]

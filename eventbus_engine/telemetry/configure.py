@@ -1,0 +1,355 @@
+"""Switching tracing on for a while: `configure`, and what the rest of the program asks about it.
+
+OpenTelemetry lets a process set its global provider once, for good. But `configure` is a context manager, to be used
+again in the next notebook cell or the next test. So what it installs, once, is a small provider of our own that hands
+every call on to whichever SDK provider is configured at the moment, or to a no-op one. Tracers are usually fetched
+once and kept; those fetched from here follow along too.
+
+The SDK is imported when it is needed: a program that does not trace does not pay for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import math
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry import trace
+from opentelemetry.trace import NoOpTracer, NoOpTracerProvider, ProxyTracerProvider, Span, Tracer, TracerProvider
+
+from eventbus_engine.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider as SdkTracerProvider
+    from opentelemetry.sdk.trace.sampling import Sampler
+
+    from eventbus_engine.telemetry.exporters import CountingBatchSpanProcessor, OtlpExporter
+
+__all__ = ["configure", "current_provider", "generation", "warn_about_global_randomness"]
+
+_logger = logging.getLogger("eventbus_engine")
+
+_STOCK_EXPORTERS = (
+    "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+    "opentelemetry.exporter.otlp.proto.grpc.exporter",
+)
+
+
+@contextmanager
+def configure(
+    service_name: str | None = None,
+    endpoint: str | None = None,
+    *,
+    path: str | os.PathLike[str] | None = None,
+    resource_attributes: Mapping[str, Any] | None = None,
+    headers: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    compression: str | None = None,
+    sampler: Sampler | None = None,
+    shutdown_timeout: float = 5.0,
+) -> Iterator[TracerProvider]:
+    """Trace what runs inside the block, and send the spans to a collector, into a file, or both.
+
+    Example:
+        >>> with configure(service_name="digits", path="runs/digits/spans.jsonl"):
+        ...     pass  # train
+
+    Wrap it around the event loop (`anyio.run`), not around a part of a coroutine: leaving it blocks, for up to
+    `shutdown_timeout`, until the last spans are out. A global provider that is there already wins: it is what the
+    block gets, unchanged, with one warning. `OTEL_SDK_DISABLED=true` makes the block get a no-op provider and
+    nothing is set up. What is set up reads the standard variables: `OTEL_TRACES_SAMPLER`, `OTEL_BSP_*`,
+    `OTEL_SPAN_*` and those of `OtlpHttpExporter`.
+
+    Args:
+        service_name: the resource attribute `service.name`; default `OTEL_SERVICE_NAME`, then
+            `OTEL_RESOURCE_ATTRIBUTES`, then the SDK's `unknown_service`.
+        endpoint: an OTLP/HTTP endpoint, see `OtlpHttpExporter`; default the one in `OTEL_EXPORTER_OTLP_*`, unless
+            `OTEL_TRACES_EXPORTER` is `none`. No export over HTTP if there is neither.
+        path: a file for OTLP JSON lines, see `OtlpJsonFileExporter`.
+        resource_attributes: further attributes of the resource.
+        headers: see `OtlpHttpExporter`.
+        timeout: see `OtlpHttpExporter`; seconds.
+        compression: see `OtlpHttpExporter`.
+        sampler: an SDK sampler; default `OTEL_TRACES_SAMPLER`, else every span.
+        shutdown_timeout: seconds that leaving the block may take, however dead the endpoint is. What could not be
+            delivered by then is given up, counted and logged.
+
+    Yields:
+        The provider in effect: the SDK's, so that span processors can be added to it, unless see above.
+
+    Raises:
+        ConfigurationError: an argument, or the endpoint in the environment, cannot be used.
+        TelemetryError: `endpoint` is given, but the extra `otlp` is not installed.
+    """
+    if not 0 < shutdown_timeout < math.inf:
+        raise ConfigurationError(f"shutdown_timeout={shutdown_timeout!r} must be a positive, finite number of seconds")
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        yield NoOpTracerProvider()
+        return
+    if (present := current_provider()) is not None:
+        _logger.warning(
+            "tracing is configured already, by a %s; telemetry.configure() leaves it as it is and adds nothing",
+            type(present).__qualname__,
+        )
+        yield present
+        return
+    exporters = _make_exporters(endpoint, path, headers, timeout, compression)
+    provider, processors = _make_provider(exporters, service_name, resource_attributes, sampler)
+    _GLOBAL.activate(provider)
+    try:
+        yield provider
+    finally:
+        _GLOBAL.activate(None)
+        _shut_down(provider, processors, shutdown_timeout)
+
+
+def current_provider() -> TracerProvider | None:
+    """The provider that spans should go to: the one under `configure`, or a global one somebody else has set.
+
+    Returns:
+        None if tracing is not configured, so that spans need not be made at all. Costs well under a microsecond.
+    """
+    if _GLOBAL.active is not None:
+        return _GLOBAL.active
+    provider = trace.get_tracer_provider()
+    if provider is _GLOBAL or isinstance(provider, (ProxyTracerProvider, NoOpTracerProvider)):
+        return None
+    return provider
+
+
+def generation() -> int:
+    """A number that changes whenever `configure` is entered or left: what was made from the provider is stale then."""
+    return _GLOBAL.generation
+
+
+def warn_about_global_randomness(provider: TracerProvider) -> None:
+    """Warn, once per provider, if tracing through it draws from the global `random`.
+
+    Seeded ranks then share their ids, and a training run with tracing is not the run without. Judged by public
+    attributes alone: the id generator, and whether one of OpenTelemetry's OTLP exporters, whose retries draw from
+    `random`, has been imported.
+    """
+    if provider in _warned:
+        return
+    culprits: list[str] = []
+    stock = sys.modules.get("opentelemetry.sdk.trace.id_generator")
+    generator = getattr(provider, "id_generator", None)
+    if stock is not None and _draws_like(generator, stock.RandomIdGenerator):
+        culprits.append(
+            f"its {type(generator).__name__} (give the TracerProvider id_generator=telemetry.PrivateIdGenerator())"
+        )
+    if any(name in sys.modules for name in _STOCK_EXPORTERS):
+        culprits.append("the retries of the stock OTLP exporter (use telemetry.OtlpHttpExporter)")
+    if culprits:
+        # A provider that cannot be referenced weakly is warned about each time.
+        with suppress(TypeError):
+            _warned.add(provider)
+        _logger.warning(
+            "the TracerProvider draws from the global random module, so that processes seeded alike share their ids "
+            "and tracing changes seeded results: %s",
+            "; ".join(culprits),
+        )
+
+
+def _draws_like(generator: object, stock: type) -> bool:
+    """Whether one of the generator's methods is the stock one, inherited by a subclass included."""
+    return isinstance(generator, stock) and any(
+        getattr(type(generator), method) is getattr(stock, method)
+        for method in ("generate_span_id", "generate_trace_id")
+    )
+
+
+class _SwitchableProvider(TracerProvider):
+    """The global provider: hands on to `active`, to a no-op provider while there is none."""
+
+    def __init__(self) -> None:
+        self.active: SdkTracerProvider | None = None
+        self.generation = 0
+        self._lock = threading.Lock()
+
+    def activate(self, provider: SdkTracerProvider | None) -> None:
+        with self._lock:
+            if provider is not None and trace.get_tracer_provider() is not self:
+                trace.set_tracer_provider(self)
+            self.active = provider
+            self.generation += 1
+
+    def get_tracer(self, *args: Any, **kwargs: Any) -> Tracer:
+        """A tracer that follows the provider in effect; the arguments are those of the API."""
+        return _SwitchableTracer(args, kwargs)
+
+
+class _SwitchableTracer(Tracer):
+    """A tracer that may be kept for the life of the process."""
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._args = args
+        self._kwargs = kwargs
+        # One attribute, so that a thread never sees a provider of one generation and a tracer of another.
+        self._resolved: tuple[SdkTracerProvider | None, Tracer] = (None, NoOpTracer())
+
+    def resolve(self) -> Tracer:
+        provider, tracer = self._resolved
+        if provider is not _GLOBAL.active:
+            provider = _GLOBAL.active
+            tracer = NoOpTracer() if provider is None else provider.get_tracer(*self._args, **self._kwargs)
+            self._resolved = (provider, tracer)
+        return tracer
+
+    def start_span(self, *args: Any, **kwargs: Any) -> Span:
+        return self.resolve().start_span(*args, **kwargs)
+
+    def start_as_current_span(self, *args: Any, **kwargs: Any) -> Any:
+        return _CurrentSpan(self, args, kwargs)
+
+
+class _CurrentSpan:
+    """What `start_as_current_span` returns: a context manager, and a decorator of functions, plain or async.
+
+    As a decorator it outlives the provider that was there when the function was defined, so it asks on each call.
+    """
+
+    def __init__(self, tracer: _SwitchableTracer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._new = functools.partial(_CurrentSpan, tracer, args, kwargs)
+        self._start = lambda: tracer.resolve().start_as_current_span(*args, **kwargs)
+
+    def __enter__(self) -> Span:
+        self._entered = self._start()
+        return self._entered.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return self._entered.__exit__(kind, value, traceback)
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def traced_coroutine(*args: Any, **kwargs: Any) -> Any:
+                with self._new():
+                    return await function(*args, **kwargs)
+
+            return traced_coroutine
+
+        @functools.wraps(function)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            with self._new():
+                return function(*args, **kwargs)
+
+        return traced
+
+
+_GLOBAL = _SwitchableProvider()
+_warned: weakref.WeakSet[TracerProvider] = weakref.WeakSet()
+
+
+def _make_exporters(
+    endpoint: str | None,
+    path: str | os.PathLike[str] | None,
+    headers: Mapping[str, str] | None,
+    timeout: float | None,
+    compression: str | None,
+) -> list[OtlpExporter]:
+    """The exporters that the arguments and the environment ask for."""
+    from eventbus_engine.errors import TelemetryError
+    from eventbus_engine.telemetry.endpoint import endpoint_in_environment
+    from eventbus_engine.telemetry.exporters import OtlpHttpExporter, OtlpJsonFileExporter
+
+    exporters: list[OtlpExporter] = []
+    if endpoint is not None or endpoint_in_environment():
+        try:
+            exporters.append(OtlpHttpExporter(endpoint, headers, timeout, compression))
+        except TelemetryError as exc:
+            if endpoint is not None:
+                raise
+            # A variable set for the whole machine must not stop a program that never asked for an export.
+            _logger.warning("OTEL_EXPORTER_OTLP_ENDPOINT is set, but %s", exc)
+    if path is not None:
+        exporters.append(OtlpJsonFileExporter(path))
+    return exporters
+
+
+def _make_provider(
+    exporters: Sequence[OtlpExporter],
+    service_name: str | None,
+    resource_attributes: Mapping[str, Any] | None,
+    sampler: Sampler | None,
+) -> tuple[SdkTracerProvider, list[CountingBatchSpanProcessor]]:
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider as SdkTracerProvider
+
+    from eventbus_engine.telemetry.exporters import CountingBatchSpanProcessor
+    from eventbus_engine.telemetry.ids import PrivateIdGenerator
+
+    attributes = dict(resource_attributes or {})
+    if service_name is not None:
+        attributes["service.name"] = service_name
+    provider = SdkTracerProvider(
+        sampler=sampler,
+        resource=Resource.create(attributes),
+        # Its handler at exit could wait for a dead endpoint; leaving the block shuts the provider down.
+        shutdown_on_exit=False,
+        id_generator=PrivateIdGenerator(),
+    )
+    try:
+        processors = [CountingBatchSpanProcessor(exporter) for exporter in exporters]
+    except ValueError as exc:
+        for exporter in exporters:
+            exporter.shutdown()
+        raise ConfigurationError(f"one of the OTEL_BSP_* variables does not fit: {exc}") from exc
+    for processor in processors:
+        provider.add_span_processor(processor)
+    return provider, processors
+
+
+def _shut_down(provider: SdkTracerProvider, processors: Sequence[CountingBatchSpanProcessor], timeout: float) -> None:
+    """Deliver what is queued and shut everything down, within `timeout` seconds.
+
+    The SDK's flush has no deadline and its shutdown waits 30 s for each processor, one after another. So ours run
+    side by side on threads that are left behind if need be, and an exporter that is still at it near the end is
+    interrupted. A processor that the user has added comes last, with the time that is left.
+    """
+    deadline = time.monotonic() + timeout
+    reserve = min(0.5, timeout / 5)
+    threads = _start(processor.shutdown for processor in processors)
+    if not _join(threads, deadline - 2 * reserve):
+        _start(processor.exporter.shutdown for processor in processors)
+        _join(threads, deadline - reserve)
+    _join(_start([provider.shutdown]), deadline)
+    for processor in processors:
+        exporter = processor.exporter
+        if lost := processor.ended - exporter.exported:
+            _logger.warning(
+                "%d of %d spans did not reach %s: %d failed, %d dropped when the time was over, %d never sent",
+                lost,
+                processor.ended,
+                exporter.destination,
+                exporter.failed,
+                exporter.dropped,
+                lost - exporter.failed - exporter.dropped,
+            )
+
+
+def _start(functions: Iterator[Callable[[], object]] | Sequence[Callable[[], object]]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=function, name="telemetry shutdown", daemon=True) for function in functions]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def _join(threads: Sequence[threading.Thread], deadline: float) -> bool:
+    """Wait for the threads until the deadline; whether all of them have ended."""
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)

@@ -1,0 +1,194 @@
+"""The settings of OTLP/HTTP, from arguments or from the standard `OTEL_EXPORTER_OTLP_*` variables.
+
+https://opentelemetry.io/docs/specs/otel/protocol/exporter/: the variable of the signal (`..._TRACES_...`) beats the
+general one, an empty variable counts as unset, and one that does not parse is ignored with a warning.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import math
+import os
+import re
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import unquote, urlsplit
+
+from eventbus_engine.errors import ConfigurationError
+
+__all__ = ["Endpoint", "endpoint_in_environment", "resolve_compression", "resolve_headers", "resolve_timeout"]
+
+_logger = logging.getLogger("eventbus_engine")
+
+_TRACES_PATH = "v1/traces"
+_DEFAULT_TIMEOUT = 10.0
+_SUSPICIOUS_TIMEOUT = 1000.0
+
+# RFC 9110 §5.1 and §5.5: a token; visible characters of Latin-1, spaces and tabs, so above all no line break.
+_HEADER_NAME = re.compile(r"[0-9A-Za-z!#$%&'*+.^_`|~-]+")
+_HEADER_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where to post: the whole URL, and the parts of it that a connection needs."""
+
+    url: str
+    host: str
+    port: int | None
+    target: str
+    tls: bool
+
+    @classmethod
+    def resolve(cls, endpoint: str | None) -> Endpoint:
+        """The endpoint for traces: the argument, else the environment's, else the local collector's.
+
+        Raises:
+            ConfigurationError: no URL with http or https and a host.
+        """
+        if endpoint is not None:
+            parsed = cls.parse(endpoint, "endpoint")
+            return parsed if urlsplit(endpoint).path.strip("/") else parsed.below()
+        if value := os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "").strip():
+            return cls.parse(value, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+        base = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "").strip() or "http://localhost:4318"
+        return cls.parse(base, "OTEL_EXPORTER_OTLP_ENDPOINT").below()
+
+    @classmethod
+    def parse(cls, url: str, source: str) -> Endpoint:
+        """Take a URL apart; `source` names it in errors."""
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError as exc:
+            raise ConfigurationError(f"{source}={url!r} is no URL: {exc}") from exc
+        if parts.scheme not in ("http", "https") or not host:
+            raise ConfigurationError(
+                f"{source}={url!r} needs a scheme, http or https, and a host, as in http://localhost:4318"
+            )
+        if parts.username is not None:
+            raise ConfigurationError(
+                f"{source} for {host} holds credentials; pass them as a header, as in headers={{'Authorization': ...}}"
+            )
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        return cls(url, host, port, target, parts.scheme == "https")
+
+    def below(self) -> Endpoint:
+        """The endpoint for traces below this base."""
+        parts = urlsplit(self.url)
+        path = f"{parts.path.rstrip('/')}/{_TRACES_PATH}"
+        return self.parse(parts._replace(path=path).geturl(), "endpoint")
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """The TLS settings: the system's authorities, or the standard `..._CERTIFICATE` and `..._CLIENT_*` files.
+
+        Raises:
+            ConfigurationError: one of the files cannot be loaded.
+        """
+        if not self.tls:
+            return None
+        authorities = _environment("CERTIFICATE")[1]
+        certificate = _environment("CLIENT_CERTIFICATE")[1]
+        try:
+            context = ssl.create_default_context(cafile=authorities or None)
+            if certificate:
+                context.load_cert_chain(certificate, _environment("CLIENT_KEY")[1] or None)
+        except OSError as exc:
+            raise ConfigurationError(
+                f"cannot load the TLS files of OTEL_EXPORTER_OTLP_CERTIFICATE={authorities!r}, "
+                f"OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE={certificate!r}: {exc}"
+            ) from exc
+        return context
+
+    def connection(self, tls_context: ssl.SSLContext | None) -> http.client.HTTPConnection:
+        """A connection to this endpoint, not yet opened."""
+        if tls_context is None:
+            return http.client.HTTPConnection(self.host, self.port)
+        return http.client.HTTPSConnection(self.host, self.port, context=tls_context)
+
+
+def endpoint_in_environment() -> bool:
+    """Whether the environment asks for an export: an endpoint is set, and `OTEL_TRACES_EXPORTER` is not `none`."""
+    wanted = os.environ.get("OTEL_TRACES_EXPORTER", "").strip().lower() != "none"
+    return wanted and bool(_environment("ENDPOINT")[1])
+
+
+def resolve_timeout(timeout: float | None) -> float:
+    """Seconds for a batch: the argument, else the environment's, else 10.
+
+    Raises:
+        ConfigurationError: the argument is not positive.
+    """
+    if timeout is not None:
+        if not 0 < timeout < math.inf:
+            raise ConfigurationError(f"timeout={timeout!r} must be a positive, finite number of seconds")
+        return timeout
+    name, value = _environment("TIMEOUT")
+    if not value:
+        return _DEFAULT_TIMEOUT
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        _logger.warning("%s=%r is no positive number of seconds; taking %g", name, value, _DEFAULT_TIMEOUT)
+        return _DEFAULT_TIMEOUT
+    if seconds >= _SUSPICIOUS_TIMEOUT:
+        _logger.warning(
+            "%s=%s counts seconds, as everywhere in OpenTelemetry Python; is it in milliseconds?", name, value
+        )
+    return seconds
+
+
+def resolve_compression(compression: str | None) -> str:
+    """`"gzip"` or `"none"`: the argument, else the environment's, else `"none"`.
+
+    Raises:
+        ConfigurationError: the argument is something else.
+    """
+    name, value = ("compression", compression) if compression is not None else _environment("COMPRESSION")
+    chosen = value.strip().lower() or "none"
+    if chosen in ("gzip", "none"):
+        return chosen
+    if compression is not None:
+        raise ConfigurationError(f"compression={compression!r} is not supported; take 'gzip' or 'none'")
+    _logger.warning("%s=%r is neither 'gzip' nor 'none'; taking 'none'", name, value)
+    return "none"
+
+
+def resolve_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
+    """The additional headers: the argument, else the environment's `key=value,key=value`, percent-decoded.
+
+    Raises:
+        ConfigurationError: the name or value of one in the argument cannot stand in an HTTP request.
+    """
+    if headers is not None:
+        for key, value in headers.items():
+            if not _is_header(key, value):
+                # Not the value: it may be a secret.
+                raise ConfigurationError(f"header {key!r} cannot stand in an HTTP request; use one line of Latin-1")
+        return dict(headers)
+    name, text = _environment("HEADERS")
+    parsed: dict[str, str] = {}
+    for number, item in enumerate(filter(None, map(str.strip, text.split(","))), 1):
+        key, separator, value = (unquote(part).strip() for part in item.partition("="))
+        if separator and _is_header(key, value):
+            parsed[key] = value
+        else:
+            _logger.warning("item %d of %s is no key=value that HTTP allows; it is left out", number, name)
+    return parsed
+
+
+def _is_header(key: str, value: str) -> bool:
+    return bool(_HEADER_NAME.fullmatch(key) and _HEADER_VALUE.fullmatch(value))
+
+
+def _environment(setting: str) -> tuple[str, str]:
+    """The name and the stripped value of the variable that holds a setting; the value is empty if none does."""
+    general = f"OTEL_EXPORTER_OTLP_{setting}"
+    for name in (f"OTEL_EXPORTER_OTLP_TRACES_{setting}", general):
+        if value := os.environ.get(name, "").strip():
+            return name, value
+    return general, ""

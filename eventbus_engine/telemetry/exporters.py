@@ -1,0 +1,355 @@
+"""Where spans go: `OtlpJsonFileExporter`, a file of JSON lines, and `OtlpHttpExporter`, a collector or Jaeger.
+
+Neither touches the global random generators, neither raises into the program it watches, and both count what became
+of every span they were given.
+"""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import itertools
+import json
+import logging
+import os
+import random
+import socket
+import ssl
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+
+from eventbus_engine.errors import ConfigurationError, TelemetryError
+from eventbus_engine.telemetry.endpoint import Endpoint, resolve_compression, resolve_headers, resolve_timeout
+from eventbus_engine.telemetry.otlp import encode_spans
+
+__all__ = ["CountingBatchSpanProcessor", "OtlpExporter", "OtlpHttpExporter", "OtlpJsonFileExporter"]
+
+_logger = logging.getLogger("eventbus_engine")
+
+_RETRYABLE_STATUS = frozenset({429, 502, 503, 504})
+"""What the OTLP specification lets a client send again. Everything else would be refused again."""
+_FIRST_BACKOFF = 0.5
+_MAX_BACKOFF = 5.0
+_MAX_RESPONSE_BYTES = 64 * 1024
+
+
+class _NotDeliveredError(Exception):
+    """A batch was not delivered; the message says why."""
+
+
+class OtlpExporter(SpanExporter):
+    """What the exporters share: counting, and never raising.
+
+    Attributes:
+        destination: where the spans go, for messages.
+        exported: spans delivered.
+        failed: spans refused by the destination, or not delivered in time.
+        dropped: spans that came after the shutdown, or whose delivery it interrupted.
+    """
+
+    def __init__(self, destination: str) -> None:
+        self.destination = destination
+        self.exported = self.failed = self.dropped = 0
+        self._closed = threading.Event()
+        self._failing = False
+        self._own_process()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Deliver a batch. Never raises: what goes wrong is counted, and logged once per series of failures."""
+        if os.getpid() != self._pid:
+            self._own_process()
+        with self._lock:
+            delivered = self._try_deliver(spans)
+        if self._closed.is_set():
+            self._release_if_idle()
+        return SpanExportResult.SUCCESS if delivered else SpanExportResult.FAILURE
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """True: `export` returns when the batch is delivered or lost, so nothing is ever buffered here."""
+        return True
+
+    def shutdown(self) -> None:
+        """Take no more spans, interrupt what is in progress, and release what is held. Safe to call again.
+
+        Never waits: a delivery that cannot be interrupted releases what it holds when it is through.
+        """
+        self._closed.set()
+        self._interrupt()
+        self._release_if_idle()
+
+    @abstractmethod
+    def _deliver(self, spans: Sequence[ReadableSpan]) -> int:
+        """Deliver the spans and return how many of them were refused; raise if none arrived."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Close what is open. Called with the lock held, possibly more than once."""
+
+    def _interrupt(self) -> None:
+        """Wake a delivery that waits for something else than `_closed`."""
+
+    def _release_if_idle(self) -> None:
+        if self._lock.acquire(blocking=False):
+            try:
+                self._release()
+            finally:
+                self._lock.release()
+
+    def _try_deliver(self, spans: Sequence[ReadableSpan]) -> bool:
+        if self._closed.is_set():
+            self.dropped += len(spans)
+            return False
+        try:
+            refused = self._deliver(spans)
+        # Whatever it is, it must not reach the SDK's worker or, from a simple processor, the program itself.
+        except Exception as exc:
+            if self._closed.is_set():
+                self.dropped += len(spans)
+            else:
+                self.failed += len(spans)
+                self._complain(len(spans), exc)
+            return False
+        self.failed += refused
+        self.exported += len(spans) - refused
+        self._recover()
+        return True
+
+    def _own_process(self) -> None:
+        # After a fork the lock may be held by a thread that only the parent has.
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    def _complain(self, count: int, exc: Exception) -> None:
+        # A dead destination fails once per batch, for the whole run: the first time is news, the others are not.
+        level = logging.DEBUG if self._failing else logging.WARNING
+        self._failing = True
+        reason = str(exc) if isinstance(exc, _NotDeliveredError) else f"{type(exc).__name__}: {exc}"
+        _logger.log(level, "%d spans were not delivered to %s: %s", count, self.destination, reason)
+
+    def _recover(self) -> None:
+        if self._failing:
+            self._failing = False
+            _logger.warning("%s takes spans again; %d were lost so far", self.destination, self.failed)
+
+
+class CountingBatchSpanProcessor(BatchSpanProcessor):
+    """The SDK's batch processor, which reads the `OTEL_BSP_*` variables itself, plus a count of what it was given.
+
+    `ended` minus the exporter's `exported` is what was lost, the spans that a full queue pushed out included.
+    """
+
+    def __init__(self, exporter: OtlpExporter) -> None:
+        super().__init__(exporter)
+        self.exporter = exporter
+        self.ended = 0
+        self._counting = threading.Lock()
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Count a sampled span and queue it."""
+        context = span.get_span_context()
+        if context is not None and context.trace_flags.sampled:
+            with self._counting:
+                self.ended += 1
+        super().on_end(span)
+
+
+class OtlpJsonFileExporter(OtlpExporter):
+    """Append spans to a file: one OTLP `ExportTraceServiceRequest` in JSON per batch, one batch per line.
+
+    The format is that of the OpenTelemetry file exporter, which collectors read back. Parent directories are made,
+    an existing file is continued. Every batch is in the hands of the operating system when `export` returns.
+
+    Args:
+        path: the file; `.jsonl` is the usual extension.
+
+    Raises:
+        ConfigurationError: the file cannot be opened for writing.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(os.fspath(path))
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            # Unbuffered: a buffer would be copied by a fork, and its content written twice.
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - it lives as long as the exporter
+        except OSError as exc:
+            raise ConfigurationError(
+                f"cannot write spans to {os.fspath(path)!r}: {exc}; give a path in a directory you may write to"
+            ) from exc
+
+    def _deliver(self, spans: Sequence[ReadableSpan]) -> int:
+        line = json.dumps(encode_spans(spans), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        # A lone surrogate in an attribute has no UTF-8 form; better a question mark than a lost batch.
+        rest = memoryview(line.encode("utf-8", errors="replace") + b"\n")
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        return 0
+
+    def _release(self) -> None:
+        self._file.close()
+
+
+class OtlpHttpExporter(OtlpExporter):
+    """Send spans by OTLP/HTTP, in protobuf, over a connection that is kept.
+
+    A connection error, and the status 429, 502, 503 or 504, are tried again with exponential backoff and a jitter
+    from a private generator (or after what `Retry-After` says), until `timeout` is over; `shutdown` ends the waiting
+    at once. Arguments that are None come from the standard `OTEL_EXPORTER_OTLP_TRACES_*` variables, else from
+    `OTEL_EXPORTER_OTLP_*`. Proxies are not consulted. Nothing here is traced: `http.client` is below every
+    instrumentation library, so an export never produces spans.
+
+    Args:
+        endpoint: a URL; one without a path gets `/v1/traces`, any other is used as it is. Default
+            `http://localhost:4318/v1/traces`.
+        headers: additional HTTP headers, for example an API key. They replace those of the environment.
+        timeout: seconds for a batch, retries included; 10 by default. The variables count in seconds too, as all of
+            OpenTelemetry Python does, whereas other languages and the specification count in milliseconds.
+        compression: `"none"` (default) or `"gzip"`.
+
+    Raises:
+        ConfigurationError: an argument, or the endpoint in the environment, cannot be used.
+        TelemetryError: the encoder, of the extra `otlp`, is not installed.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        compression: str | None = None,
+    ) -> None:
+        self._endpoint = Endpoint.resolve(endpoint)
+        self._timeout = resolve_timeout(timeout)
+        self._gzip = resolve_compression(compression) == "gzip"
+        self._headers = {
+            "Content-Type": "application/x-protobuf",
+            "User-Agent": "eventbus-engine (OTLP exporter, Python)",
+            **({"Content-Encoding": "gzip"} if self._gzip else {}),
+            **resolve_headers(headers),
+        }
+        self._encode, self._read_response = _load_protobuf()
+        self._tls = self._endpoint.tls_context()
+        super().__init__(self._endpoint.url)
+
+    def _interrupt(self) -> None:
+        connected = self._connection.sock
+        if connected is not None:
+            # Unlike close(), shutdown() wakes the thread that waits for an answer on this socket.
+            with suppress(OSError):
+                connected.shutdown(socket.SHUT_RDWR)
+
+    def _release(self) -> None:
+        self._connection.close()
+
+    def _own_process(self) -> None:
+        super()._own_process()
+        self._random = random.Random(int.from_bytes(os.urandom(32), "big"))
+        # A forked child would share the parent's socket, and mix its bytes into the parent's requests.
+        self._connection = self._endpoint.connection(self._tls)
+
+    def _deliver(self, spans: Sequence[ReadableSpan]) -> int:
+        body: bytes = self._encode(spans).SerializeToString()
+        if self._gzip:
+            body = gzip.compress(body)
+        deadline = time.monotonic() + self._timeout
+        backoffs = self._backoffs()
+        while True:
+            try:
+                status, reason, retry_after, answer = self._post(body, deadline)
+            except ssl.SSLCertVerificationError:
+                raise
+            except (OSError, http.client.HTTPException) as exc:
+                problem, retry_after = f"{type(exc).__name__}: {exc}", None
+            else:
+                if 200 <= status < 300:
+                    return self._refused(answer)
+                problem = f"HTTP {status} {reason}"
+                if status not in _RETRYABLE_STATUS:
+                    raise _NotDeliveredError(problem)
+            wait = next(backoffs) if retry_after is None else retry_after
+            if time.monotonic() + wait >= deadline and not self._closed.is_set():
+                raise _NotDeliveredError(f"{problem}; another attempt would exceed the timeout of {self._timeout:g} s")
+            if self._closed.wait(wait):
+                raise _NotDeliveredError("shut down")
+
+    def _post(self, body: bytes, deadline: float) -> tuple[int, str, float | None, bytes]:
+        """One request: the status and its phrase, the seconds of `Retry-After`, and the answer's body."""
+        reused = self._connection.sock is not None
+        try:
+            return self._request(body, deadline)
+        except ConnectionError:
+            # Servers close idle connections whenever they like; only a fresh one that fails is news.
+            if not reused or self._closed.is_set():
+                raise
+            return self._request(body, deadline)
+
+    def _request(self, body: bytes, deadline: float) -> tuple[int, str, float | None, bytes]:
+        connection = self._connection
+        remaining = max(deadline - time.monotonic(), 0.001)
+        try:
+            if connection.sock is None:
+                connection.timeout = remaining
+                connection.connect()
+                if self._closed.is_set():
+                    raise _NotDeliveredError("shut down")
+            else:
+                connection.sock.settimeout(remaining)
+            connection.request("POST", self._endpoint.target, body, self._headers)
+            response = connection.getresponse()
+            answer = response.read(_MAX_RESPONSE_BYTES)
+            if not response.isclosed():
+                # More than anyone reads. What is left would stand in front of the next answer.
+                connection.close()
+        except BaseException:
+            connection.close()
+            raise
+        return response.status, response.reason, _retry_after(response.headers.get("Retry-After")), answer
+
+    def _refused(self, answer: bytes) -> int:
+        """How many spans a successful answer reports as rejected (OTLP's partial success, never to be retried)."""
+        try:
+            partial = self._read_response(answer).partial_success
+        except Exception:
+            # Not every server answers in protobuf; the status has said that it took the spans.
+            return 0
+        if partial.rejected_spans or partial.error_message:
+            _logger.warning("%s rejected %d spans: %s", self.destination, partial.rejected_spans, partial.error_message)
+        return int(partial.rejected_spans)
+
+    def _backoffs(self) -> Iterator[float]:
+        for attempt in itertools.count():
+            yield min(_FIRST_BACKOFF * 2**attempt, _MAX_BACKOFF) * self._random.uniform(0.8, 1.2)
+
+
+def _retry_after(value: str | None) -> float | None:
+    """Seconds to wait, from either form of the header (RFC 9110 §10.2.3); None if there is none, or none to read."""
+    if value is None:
+        return None
+    if value.strip().isdecimal():
+        return float(value)
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _load_protobuf() -> tuple[Callable[[Sequence[ReadableSpan]], Any], Callable[[bytes], Any]]:
+    """The encoder of requests and the decoder of answers. Imported on use: protobuf belongs to an extra."""
+    try:
+        from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans as encode
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+    except ImportError as exc:
+        raise TelemetryError(
+            'sending spans by OTLP/HTTP needs the extra "otlp": pip install "eventbus-engine[otlp]"; '
+            "without it, telemetry.configure(path=...) writes them to a file"
+        ) from exc
+    return encode, ExportTraceServiceResponse.FromString

@@ -1,0 +1,85 @@
+"""What an engine did with its algorithms on one event: `Trace`, one per algorithm, and `Traces`, all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from eventbus_engine.event import EventName
+
+__all__ = ["Outcome", "Trace", "Traces", "format_trace", "step_of"]
+
+Outcome: TypeAlias = Literal["ok", "skipped", "failed", "timed_out", "cancelled"]
+
+
+@dataclass(slots=True)
+class Trace:
+    """The record of one algorithm on one event.
+
+    Attributes:
+        name: the algorithm's name, `#2` and so on appended for a second one of that name.
+        event: the event, None in a blank record.
+        exit_code: what `apply` returned.
+        order: the position among those that ran, from 0; None if it did not run.
+        run: whether `apply` was called.
+        outcome: `ok`, `skipped`, `failed`, `timed_out` or `cancelled`.
+        reason: why it did not run: `not matched`, `dropped by <pass>` or `not reached`.
+        error: the exception that ended it.
+        start_ns: when it started, nanoseconds since the epoch; 0 if it did not run.
+        duration_ns: how long it ran, in nanoseconds of a monotonic clock.
+    """
+
+    name: str = ""
+    event: EventName | None = None
+    exit_code: int | None = None
+    order: int | None = None
+    run: bool = False
+    outcome: Outcome = "skipped"
+    reason: str = ""
+    error: BaseException | None = None
+    start_ns: int = 0
+    duration_ns: int = 0
+
+
+Traces: TypeAlias = dict[str, Trace]
+"""Ordered: first what ran, in its order, then what did not. The key is `<name>/<EVENT>`: `layer_freezing/EPOCH_END`."""
+
+# Where the loop has already counted the batch in progress by the time the event fires.
+_BATCH_COUNTED = frozenset(
+    {
+        "batch_end",
+        "batch_checkpoint",
+        "epoch_end",
+        "epoch_checkpoint",
+        "iteration_end",
+        "iteration_checkpoint",
+        "fit_end",
+    }
+)
+
+
+def step_of(event: EventName, state: Any) -> int | None:
+    """The step of a log line: 0 at INIT, then the batch in progress, counted from 1.
+
+    The first BATCH_START is step 1, the EPOCH_END of a three-batch epoch step 3. Evaluation and prediction report
+    the last batch trained.
+
+    Returns:
+        None where the state has no `timestamp`, as the records of a pipeline.
+    """
+    timestamp = getattr(state, "timestamp", None)
+    batch = getattr(timestamp, "batch", None)
+    if batch is None:
+        return None
+    if event.value == "init":
+        return 0
+    done = int(batch)
+    counted = event.value in _BATCH_COUNTED or event.value.startswith(("eval", "predict"))
+    return done if counted else done + 1
+
+
+def format_trace(key: str, trace: Trace, step: int | None) -> str:
+    """The log line of a trace: `[STEP=3][layer_freezing/EPOCH_END=1]`, `=0` where it did not run."""
+    prefix = "" if step is None else f"[STEP={step}]"
+    return f"{prefix}[{key}={int(trace.run)}]"

@@ -1,0 +1,252 @@
+"""Batches: where they come from, and how to read, change, count, move and split one whatever its shape.
+
+A batch is a tensor, or any nesting of tuples, lists, named tuples and mappings with tensors in it. The first
+dimension of every tensor is the sample. Nothing here changes a container it was given: the data set may hold on to it.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from eventbus_engine.errors import BatchError, ConfigurationError
+
+__all__ = ["EXHAUSTED", "BatchKey", "BatchSource", "count_samples", "count_tokens", "get_item", "move", "set_item", "split"]
+
+BatchKey: TypeAlias = "int | str | Callable[..., Any] | tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]"
+"""A position, a name (of a mapping's item, or of an attribute), a function of the batch, or a getter and a setter."""
+
+
+class _Exhausted:
+    def __repr__(self) -> str:
+        return "EXHAUSTED"
+
+
+EXHAUSTED: Final = _Exhausted()
+"""What `BatchSource.fetch` returns instead of a batch at the end of an epoch."""
+
+Compute: TypeAlias = Callable[..., Awaitable[Any]]
+"""`await compute(function, *args)`: `State.compute`."""
+
+
+class BatchSource:
+    """Fetches batches from a loader, a sync or an async iterable, one epoch after another.
+
+    An epoch that was left in the middle goes on where it was left; an exhausted one is followed by the next.
+
+    Args:
+        loader: anything that can be iterated again for each epoch: a `DataLoader`, a list of batches.
+        name: what to call it in errors.
+
+    Raises:
+        ConfigurationError: the loader cannot be iterated.
+    """
+
+    def __init__(self, loader: Any, name: str) -> None:
+        if not isinstance(loader, Iterable | AsyncIterable) and not hasattr(loader, "__getitem__"):
+            raise ConfigurationError(
+                f"{name} is a {type(loader).__name__}, which cannot be iterated; give a DataLoader, a list of batches, "
+                f"or any other iterable or async iterable"
+            )
+        self.loader = loader
+        self._iterator: Any = None
+
+    @property
+    def length(self) -> int | None:
+        """Batches in an epoch, None where the loader does not know."""
+        try:
+            return len(self.loader)
+        except TypeError:
+            return None
+
+    async def fetch(self, compute: Compute, device: torch.device) -> Any:
+        """The next batch, on `device`, or `EXHAUSTED`. Sync loaders run under `compute`, async ones are awaited."""
+        try:
+            if isinstance(self.loader, AsyncIterable):
+                if self._iterator is None:
+                    self._iterator = aiter(self.loader)
+                batch = await anext(self._iterator, EXHAUSTED)
+                batch = batch if batch is EXHAUSTED else await compute(move, batch, device)
+            else:
+                batch = await compute(self._next, device)
+        except BaseException:
+            # A generator that has raised is spent, and would pass for one that has reached its end.
+            self._iterator = None
+            raise
+        if batch is EXHAUSTED:
+            self._iterator = None
+        return batch
+
+    def _next(self, device: torch.device) -> Any:
+        if self._iterator is None:
+            self._iterator = iter(self.loader)
+        batch = next(self._iterator, EXHAUSTED)
+        return batch if batch is EXHAUSTED else move(batch, device)
+
+    async def aclose(self) -> None:
+        """Let go of an epoch left in the middle, its worker processes or its async generator included."""
+        iterator, self._iterator = self._iterator, None
+        if inspect.isasyncgen(iterator):
+            await iterator.aclose()
+
+
+def get_item(batch: Any, key: BatchKey) -> Any:
+    """One part of a batch.
+
+    Raises:
+        BatchError: the batch has no such part.
+    """
+    if isinstance(key, tuple):
+        key = key[0]
+    if callable(key):
+        return key(batch)
+    try:
+        return getattr(batch, key) if _is_attribute(batch, key) else batch[key]
+    except (LookupError, TypeError, AttributeError) as error:
+        raise BatchError(f"the batch, {describe(batch)}, has no item {key!r}; use one that it has, or a function") from error
+
+
+def set_item(batch: Any, key: BatchKey, value: Any) -> Any:
+    """A batch like this one with one part replaced. The containers are copied, what is in them is not.
+
+    A function is called as `key(batch, value)`; if it returns None it has changed the batch itself.
+
+    Raises:
+        BatchError: the batch has no such part, or it cannot be replaced.
+    """
+    if isinstance(key, tuple):
+        key = key[1]
+    if callable(key):
+        changed = key(batch, value)
+        return batch if changed is None else changed
+    try:
+        if _is_attribute(batch, key):
+            changed = copy.copy(batch)
+            setattr(changed, key, value)
+        elif isinstance(batch, tuple):
+            items = list(batch)
+            items[key] = value  # type: ignore[index, call-overload]
+            changed = _rebuild(batch, items)
+        else:
+            changed = batch.clone() if isinstance(batch, Tensor) else copy.copy(batch)
+            changed[key] = value
+    except (LookupError, TypeError, AttributeError) as error:
+        raise BatchError(
+            f"item {key!r} of the batch, {describe(batch)}, cannot be set; use one that it has, or a pair of functions "
+            f"(get(batch), set(batch, value))"
+        ) from error
+    return changed
+
+
+def _is_attribute(batch: Any, key: int | str | Callable[..., Any]) -> bool:
+    return isinstance(key, str) and not isinstance(batch, Mapping)
+
+
+def count_samples(batch: Any) -> int:
+    """The first dimension of the first tensor in the batch, or the length of a batch of another kind.
+
+    Raises:
+        BatchError: there is nothing to count.
+    """
+    tensor = _first_tensor(batch)
+    if tensor is not None:
+        return tensor.shape[0]
+    if hasattr(batch, "__len__") and not isinstance(batch, str | bytes | Sequence | Mapping):
+        return len(batch)
+    raise BatchError(
+        f"the loader yielded {describe(batch)}, in which there is no tensor with a first dimension to count samples by; "
+        f"yield a tensor, or a tuple, list or mapping of tensors, as torch.utils.data.DataLoader does"
+    )
+
+
+def count_tokens(batch: Any) -> int:
+    """The number of tokens: the elements of `input_ids` in a mapping, 0 in any other batch."""
+    tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return tokens.numel() if isinstance(tokens, Tensor) else 0
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """The batch with every tensor on `device`. Other objects that have a method `to` are asked to move themselves."""
+    if isinstance(batch, Mapping):
+        return _rebuild(batch, {key: move(value, device) for key, value in batch.items()})
+    if isinstance(batch, list | tuple):
+        return _rebuild(batch, [move(value, device) for value in batch])
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    return batch.to(device) if callable(getattr(batch, "to", None)) else batch
+
+
+def split(batch: Any, parts: int) -> list[Any]:
+    """Cut a batch into at most `parts` microbatches of equal size, the last one smaller if need be.
+
+    Tensors are cut along the first dimension, lists of that length along theirs; anything else goes into every part.
+
+    Raises:
+        BatchError: the batch is empty, or not all its tensors have the same first dimension.
+    """
+    samples = count_samples(batch)
+    if samples == 0:
+        raise BatchError(
+            f"the batch, {describe(batch)}, has no samples left to train on; see which algorithm, or which item of the "
+            f"data set, made it empty"
+        )
+    if parts == 1:
+        return [batch]
+    size = -(-samples // parts)
+    return [_rows(batch, slice(start, start + size), samples) for start in range(0, samples, size)]
+
+
+def _rows(batch: Any, rows: slice, samples: int) -> Any:
+    if isinstance(batch, Tensor) and batch.ndim:
+        if batch.shape[0] != samples:
+            raise BatchError(
+                f"a batch of {samples} samples holds a tensor of shape {tuple(batch.shape)}, which cannot be cut into "
+                f"microbatches with them; train with microbatches=1"
+            )
+        return batch[rows]
+    if isinstance(batch, Mapping):
+        return _rebuild(batch, {key: _rows(value, rows, samples) for key, value in batch.items()})
+    if isinstance(batch, list | tuple):
+        if len(batch) == samples and _first_tensor(batch) is None:
+            return batch[rows]
+        return _rebuild(batch, [_rows(value, rows, samples) for value in batch])
+    if _first_tensor(batch) is None and not isinstance(batch, Tensor | str | bytes | int | float | None):
+        raise BatchError(
+            f"a {type(batch).__name__} in the batch cannot be cut into microbatches; use tensors, tuples, lists and "
+            f"mappings, or train with microbatches=1"
+        )
+    return batch
+
+
+def _first_tensor(batch: Any) -> Tensor | None:
+    """The first tensor that has a first dimension, depth first."""
+    if isinstance(batch, Tensor):
+        return batch if batch.ndim else None
+    if isinstance(batch, list | tuple | Mapping):
+        values = batch.values() if isinstance(batch, Mapping) else batch
+        return next((tensor for tensor in map(_first_tensor, values) if tensor is not None), None)
+    return None
+
+
+def _rebuild(batch: Any, items: Any) -> Any:
+    """A container of the batch's own type, named tuples and mappings of a framework included, with other items."""
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*items)
+    return type(batch)(items)
+
+
+def describe(batch: Any) -> str:
+    """The type of a batch and its parts, for errors: `tuple(Tensor[8, 4], Tensor[8])`."""
+    if isinstance(batch, Tensor):
+        return f"{type(batch).__name__}{list(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return f"{type(batch).__name__}({', '.join(f'{key}: {describe(value)}' for key, value in batch.items())})"
+    if isinstance(batch, list | tuple):
+        shown = [describe(value) for value in batch[:4]] + ["..."] * (len(batch) > 4)
+        return f"{type(batch).__name__}({', '.join(shown)})"
+    return type(batch).__name__

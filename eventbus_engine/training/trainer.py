@@ -1,0 +1,351 @@
+"""`Trainer`: puts a model, its data and its participants together, and runs `fit` and `eval` on them."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+import torch
+from opentelemetry.trace import TracerProvider
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from eventbus_engine.closing import CloseReport
+from eventbus_engine.engine import Engine
+from eventbus_engine.errors import ConfigurationError, EngineClosedError
+from eventbus_engine.event import Event
+from eventbus_engine.logger import is_destination
+from eventbus_engine.plan import PassesArgument
+from eventbus_engine.time import Time, TimeUnit
+from eventbus_engine.training.data import BatchSource
+from eventbus_engine.training.evaluator import evaluate, make_evaluators
+from eventbus_engine.training.loop import TrainingLoop
+from eventbus_engine.training.model import LossFunction, check_model
+from eventbus_engine.training.state import PRECISIONS, Precision, State
+from eventbus_engine.training.worker import ComputeWorker, InlineWorker, Worker
+
+__all__ = ["Trainer"]
+
+DURATION_UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN)
+INTERVAL_UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH)
+
+
+class Trainer:
+    """Trains and evaluates a model, firing an event at every point where an algorithm or a callback may join in.
+
+    One call is a whole program: it opens what it uses and closes it, everything delivered, on the way out:
+
+        anyio.run(trainer.fit)
+
+    To call it more than once, keep it open; a later `fit` goes on where the one before stopped:
+
+        async with Trainer(...) as trainer:
+            await trainer.fit("2ep")
+            await trainer.fit("100ba")
+            metrics = await trainer.eval()
+
+    The constructor runs nothing: INIT fires first thing in the first `fit` or `eval`.
+
+    Attributes:
+        state: the blackboard that algorithms and callbacks work on.
+        engine: runs the events; `engine.bus` is where to subscribe, `engine.explain` tells the order.
+
+    Args:
+        model: any module with `loss` beside it, called with the inputs of a batch; or, without `loss`, a `BatchModel`.
+        train_dataloader: iterated once per epoch: a DataLoader, a list of batches, an async iterable.
+        eval_dataloader: a loader, or several `Evaluator`s; None to train without evaluation.
+        loss: `(outputs, targets) -> tensor of one element`, the mean over the samples.
+        optimizers: one or several, stepped after every batch.
+        schedulers: learning-rate schedulers, one or several, stepped after every epoch.
+        max_duration: when to stop: `"3ep"`, `"500ba"`, `"10000sp"`, `"1000000tok"`, a `Time`, or a number of epochs.
+        algorithms: in registration order; what order they run in is up to the passes.
+        callbacks: in registration order.
+        loggers: destinations of what is logged.
+        algorithm_passes: passes besides the default ones, in any of the engine's forms.
+        device: where to train, `"cuda"` for example; by default where the model's parameters are.
+        precision: `"fp32"` (default) or `"amp_bf16"`.
+        seed: seeds `random`, `torch` and, where it is imported, `numpy`, once, before INIT: the same seed then gives
+            the same losses. None leaves the generators alone. What the model was initialised with came before.
+        offload: whether computations run on a worker thread, so that the event loop keeps beating; False runs the
+            same loop inline.
+        microbatches: into how many parts to cut each batch, to save memory; the gradient is that of the whole batch.
+        eval_interval: how often to evaluate, in epochs or batches: `"1ep"`, `"200ba"`.
+        step_schedulers_every_batch: step the schedulers after every batch instead.
+        run_name: by default the time and a few random letters.
+        tracer_provider: where spans go; OpenTelemetry's global provider by default.
+
+    Raises:
+        ConfigurationError: an argument does not fit; it says which, and what would.
+        TimeFormatError: a duration does not parse.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train_dataloader: Any,
+        eval_dataloader: Any = None,
+        *,
+        loss: LossFunction | None = None,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        schedulers: Any = None,
+        max_duration: str | int | Time,
+        algorithms: Any = (),
+        callbacks: Any = (),
+        loggers: Any = (),
+        algorithm_passes: PassesArgument = None,
+        device: str | torch.device | None = None,
+        precision: Precision | None = None,
+        seed: int | None = None,
+        offload: bool = True,
+        microbatches: int = 1,
+        eval_interval: str | int | Time = "1ep",
+        step_schedulers_every_batch: bool = False,
+        run_name: str | None = None,
+        tracer_provider: TracerProvider | None = None,
+    ) -> None:
+        check_model(model, loss)
+        source = BatchSource(train_dataloader, "train_dataloader")
+        evaluators = make_evaluators(eval_dataloader)
+        interval = _duration("eval_interval", eval_interval, INTERVAL_UNITS)
+        self._worker: Worker = ComputeWorker() if offload else InlineWorker()
+        self.state = State(
+            model,
+            optimizers=_optimizers(optimizers),
+            schedulers=_schedulers(schedulers),
+            train_dataloader=train_dataloader,
+            eval_dataloader=eval_dataloader,
+            loss_fn=loss,
+            algorithms=_listed(algorithms),
+            callbacks=[*_destinations(loggers), *_listed(callbacks)],
+            max_duration=_duration("max_duration", max_duration, DURATION_UNITS),
+            device=_device(device, model),
+            precision=_precision(precision),
+            seed=_seed(seed),
+            microbatches=_microbatches(microbatches),
+            run_name=run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}",
+            worker=self._worker,
+        )
+        self.engine: Engine[State] = Engine(self.state, None, algorithm_passes, tracer_provider=tracer_provider)
+        if offload:
+            # Plain `apply` computes, too; inline it needs no detour and sees the caller's own context.
+            self.engine.offload = self.state.compute
+        self._loop = TrainingLoop(self.state, self.engine, source, evaluators, interval, step_schedulers_every_batch)
+        self._initialised = self._entered = self._busy = False
+
+    @property
+    def logger(self) -> Any:
+        """The logger that handlers get."""
+        return self.engine.logger
+
+    async def fit(self, duration: str | int | Time | None = None) -> None:
+        """Train until `max_duration`, or for another `duration` from here on.
+
+        It opens the trainer and closes it at the end, whatever that end is, unless it is open already.
+
+        Raises:
+            ConfigurationError: there is nothing left to train, no optimizer, or a fit is running.
+            TimeFormatError: the duration does not parse.
+            BatchError: a batch cannot be used; it says what would.
+            EngineClosedError: the trainer is closed.
+        """
+        more = None if duration is None else _duration("duration", duration, DURATION_UNITS)
+        async with self._session():
+            self._extend(more)
+            await self._initialise()
+            if not self.state.optimizers:
+                raise ConfigurationError("there is nothing to step: give the Trainer optimizers=")
+            await self._loop.fit()
+
+    async def eval(self) -> dict[str, float]:
+        """Evaluate now, and return the metrics, by the names they are logged under: `metrics/eval/accuracy`.
+
+        It opens the trainer and closes it at the end, whatever that end is, unless it is open already.
+
+        Raises:
+            ConfigurationError: there is no eval_dataloader, or a fit is running.
+            BatchError: a batch cannot be used; it says what would.
+            EngineClosedError: the trainer is closed.
+        """
+        if not self._loop.evaluators:
+            raise ConfigurationError("there is nothing to evaluate on: give the Trainer eval_dataloader=")
+        async with self._session():
+            await self._initialise()
+            async with self.engine.pair(Event.EVAL_STANDALONE_START):
+                await evaluate(self.state, self.engine, self._loop.evaluators)
+        return dict(self.state.metrics)
+
+    async def close(self) -> CloseReport:
+        """Close the engine, which delivers and closes what takes part in it, the data and the worker thread."""
+        try:
+            return await self.engine.close()
+        finally:
+            with anyio.CancelScope(shield=True):
+                for source in (self._loop.source, *(evaluator.source for evaluator in self._loop.evaluators)):
+                    await source.aclose()
+            self._worker.close()
+
+    async def __aenter__(self) -> Self:
+        self._refuse_closed()
+        await self.engine.__aenter__()
+        self._entered = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._entered = False
+        try:
+            await self.engine.__aexit__(kind, error, tb)
+        finally:
+            # Closing has its own deadlines, and has to happen all the more when the run is cancelled.
+            with anyio.CancelScope(shield=True):
+                await self.close()
+
+    @asynccontextmanager
+    async def _session(self) -> AsyncIterator[None]:
+        """One call at a time, in a trainer that is open."""
+        self._refuse_closed()
+        if self._busy:
+            raise ConfigurationError(
+                "this trainer is at work already, and it has one state only: await that call first, or make another Trainer"
+            )
+        self._busy = True
+        try:
+            if self._entered:
+                yield
+            else:
+                async with self:
+                    yield
+        finally:
+            self._busy = False
+
+    def _refuse_closed(self) -> None:
+        if self.engine.closed:
+            raise EngineClosedError(
+                "this trainer is closed: fit() and eval() close what they open; to call them more than once, keep it "
+                "open with `async with trainer:`"
+            )
+
+    def _extend(self, more: Time | None) -> None:
+        """Set the end of this fit."""
+        state = self.state
+        if more is not None:
+            state.max_duration = state.timestamp.get(more.unit) + more
+        if state.max_duration is not None and state.timestamp >= state.max_duration:
+            raise ConfigurationError(
+                f"there is nothing left to train: max_duration is {state.max_duration.to_timestring()}, and training is "
+                f"at {state.timestamp.get(state.max_duration.unit).to_timestring()}; say how much more, as in "
+                f"fit(duration='1ep')"
+            )
+
+    async def _initialise(self) -> None:
+        """Once, before anything is used: seed, INIT, and the model to its device."""
+        if self._initialised:
+            return
+        if self.state.seed is not None:
+            _seed_everything(self.state.seed)
+        await self.engine.run_event(Event.INIT)
+        await self.state.compute(self.state.model.to, self.state.device)
+        async with self.engine.pair(Event.BEFORE_LOAD):
+            pass  # what a checkpoint would put back goes here
+        self._initialised = True
+
+
+# ------------------------------------------------------------------------------------------------- checking arguments
+
+
+def _listed(given: Any) -> list[Any]:
+    """One or several, as Composer takes them."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _duration(name: str, value: str | int | Time, units: tuple[TimeUnit, ...]) -> Time:
+    duration = Time.from_input(value, TimeUnit.EPOCH)
+    if duration.unit not in units:
+        raise ConfigurationError(
+            f"{name} is {duration.to_timestring()}; give it in {', '.join(unit.value for unit in units)}, for example '3ep'"
+        )
+    if duration.value <= 0:
+        raise ConfigurationError(f"{name} is {duration.to_timestring()}; give more than none, for example '3ep'")
+    return duration
+
+
+def _optimizers(given: Any) -> list[torch.optim.Optimizer]:
+    optimizers = _listed(given)
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigurationError(
+                f"{optimizer!r} is no optimizer; give instances, for example torch.optim.SGD(model.parameters(), lr=0.1)"
+            )
+    return optimizers
+
+
+def _schedulers(given: Any) -> list[Any]:
+    schedulers = _listed(given)
+    for scheduler in schedulers:
+        if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
+            raise ConfigurationError(f"{scheduler!r} is no scheduler; give instances, of torch.optim.lr_scheduler for example")
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise ConfigurationError(
+                "ReduceLROnPlateau needs a metric to step by, which the loop does not choose for you; step it in a "
+                "callback's eval_end, from state.metrics"
+            )
+    return schedulers
+
+
+def _destinations(given: Any) -> list[Any]:
+    loggers = _listed(given)
+    for logger in loggers:
+        if isinstance(logger, type) or not is_destination(logger):
+            raise ConfigurationError(
+                f"{logger!r} takes no log records; give instances of LoggerDestination, and anything else as callbacks="
+            )
+    return loggers
+
+
+def _device(given: str | torch.device | None, model: nn.Module) -> torch.device:
+    if given is None:
+        parameter = next(model.parameters(), None)
+        return torch.device("cpu") if parameter is None else parameter.device
+    try:
+        return torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigurationError(f"device={given!r} is no device; give 'cpu', 'cuda', 'cuda:1', 'mps' …") from error
+
+
+def _precision(given: Precision | None) -> Precision:
+    precision = given or "fp32"
+    if precision not in PRECISIONS:
+        hint = "; amp_fp16 would need its loss scaled, amp_bf16 does not" if precision == "amp_fp16" else ""
+        raise ConfigurationError(f"precision={given!r} is not supported{hint}; use {' or '.join(map(repr, PRECISIONS))}")
+    return precision
+
+
+def _seed(given: int | None) -> int | None:
+    # numpy's seeds are the narrowest: 32 bits
+    if given is None or (isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 2**32):
+        return given
+    raise ConfigurationError(f"seed={given!r}; give an integer from 0 to 2**32 - 1, or None to leave the generators alone")
+
+
+def _microbatches(given: int) -> int:
+    if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
+        return given
+    raise ConfigurationError(f"microbatches={given!r}; give into how many parts to cut a batch, 1 or more")
+
+
+def _seed_everything(seed: int) -> None:
+    """Seed the global generators that training draws from: data order, dropout, initialisation at INIT."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
