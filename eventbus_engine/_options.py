@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from eventbus_engine.errors import ConfigurationError
+from eventbus_engine.errors import ConfigurationError, HandlerTypeError
+from eventbus_engine.event import EventName
 
 MISSING: Any = object()
 
@@ -45,6 +46,43 @@ def read_choice(owner: object, name: str, choices: tuple[Any, ...], described: s
     raise ConfigurationError(f"{described} has {name}={value!r}; use {allowed}")
 
 
+def own_method(owner: object, name: str, base: type[Any]) -> Callable[..., Any] | None:
+    """The bound method `name` of `owner`; None where it has none, or only the one that `base` gives everybody."""
+    bound = getattr(owner, name, None)
+    return bound if callable(bound) and getattr(bound, "__func__", None) is not getattr(base, name) else None
+
+
+def check_call(function: Callable[..., Any], arguments: str, described: str) -> None:
+    """Refuse a function that cannot be called with these arguments, or whose call would run nothing.
+
+    Raises:
+        HandlerTypeError: naming the function and the arguments it has to take.
+    """
+    if not accepts(function, arguments.count(",") + 1):
+        raise HandlerTypeError(f"{described} has to take ({arguments})")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise HandlerTypeError(f"{described} is a generator, so that calling it would run nothing; take out its yield")
+
+
+def read_events(events: Iterable[object], decorator: str) -> frozenset[str]:
+    """The events given to a decorator: members, values or names of members.
+
+    Raises:
+        HandlerTypeError: something else was given, such as the function to decorate.
+    """
+    for event in events:
+        if not isinstance(event, str):
+            raise HandlerTypeError(
+                f"{decorator} takes events, not {event!r}; write {decorator}() over a function that runs on all of them"
+            )
+    return frozenset(event for event in events if isinstance(event, str))
+
+
+def runs_on(events: frozenset[str], event: EventName) -> bool:
+    """Whether a function decorated with these events runs on one: no events stand for all."""
+    return not events or event in events or event.name in events
+
+
 def is_async_callable(function: object) -> bool:
     """Whether calling `function` gives a coroutine: also for partials and objects with an async `__call__`."""
     while isinstance(function, functools.partial):
@@ -64,6 +102,21 @@ def name_of(participant: object) -> str:
     """The name of an algorithm or callback: its `name` where that is a string, else its class in snake_case."""
     name = read_option(participant, "name", None)
     return name if isinstance(name, str) and name else snake_case(type(participant).__name__)
+
+
+def unique_names(participants: Iterable[object]) -> list[str]:
+    """Their names in order, a second `mixup` being `mixup#2`."""
+    taken: set[str] = set()
+    return [free_name(name_of(participant), taken) for participant in participants]
+
+
+def free_name(name: str, taken: set[str]) -> str:
+    """The name, or the first of `name#2`, `name#3` … that is not taken; takes it."""
+    free, n = name, 2
+    while free in taken:
+        free, n = f"{name}#{n}", n + 1
+    taken.add(free)
+    return free
 
 
 def function_name(function: Callable[..., Any]) -> str:

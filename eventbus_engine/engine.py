@@ -15,17 +15,18 @@ from eventbus_engine._options import read_option
 from eventbus_engine._steps import need_loop
 from eventbus_engine.bus import CallNext, Envelope, EventBus, current_dispatch
 from eventbus_engine.closing import CloseReport, close_participants
-from eventbus_engine.destinations import delivery_handler
-from eventbus_engine.errors import CallbackErrors, ConfigurationError, EngineClosedError
+from eventbus_engine.delivery import Delivery
+from eventbus_engine.errors import ConfigurationError, EngineClosedError
 from eventbus_engine.event import Event, EventName, resolve_event
-from eventbus_engine.fanout import ENVELOPE, Handler, Occasion, outcome_of, raise_failures, run_fanout
+from eventbus_engine.fanout import Handler, Occasion, outcome_of, raise_failures, run_fanout
 from eventbus_engine.lanes import Dispatch
 from eventbus_engine.logger import Logger
 from eventbus_engine.pair import Pair
 from eventbus_engine.participants import AlgorithmEntry, Participants
 from eventbus_engine.passes import AlgorithmPass
 from eventbus_engine.plan import Order, PassesArgument, Plan, arrange, collect_passes, insert_pass
-from eventbus_engine.sequence import Offload, attach_traces, matches, run_algorithms
+from eventbus_engine.sequence import Offload, matches, run_algorithms
+from eventbus_engine.stages import merge_traces, run_callbacks, run_destinations
 from eventbus_engine.sync import SyncEngine
 from eventbus_engine.telemetry.spans import Activity, TracerSource
 from eventbus_engine.trace import Traces
@@ -75,6 +76,8 @@ class Engine(Generic[StateT]):
         self.algorithm_passes = collect_passes(algorithm_passes)
         self.offload: Offload | None = None
         self._given = {"algorithms": list(algorithms), "callbacks": list(callbacks)}
+        self._state_checked: Any = self._given
+        self._theirs: set[str] = set()
         self._remembered: dict[tuple[EventName, tuple[int, ...]], Order] = {}
         self._tracers = TracerSource(tracer_provider)
         self._active: set[Dispatch] = set()
@@ -82,6 +85,7 @@ class Engine(Generic[StateT]):
         self._opening: anyio.Event | None = None
         self._close_timeout: float | None = None
         self._report: CloseReport | None = None
+        self._delivery = Delivery()
         self._own_logger = logger is None
         self.logger: Any = Logger(state) if logger is None else logger
         self._participants = self._gather(None)
@@ -109,10 +113,13 @@ class Engine(Generic[StateT]):
 
     def _live(self, kind: str) -> Sequence[Any]:
         """The participants of a kind now: the state's own list where it has one, else the constructor's."""
+        if self._state_checked is not self.state:
+            self._state_checked = self.state
+            self._theirs = {k for k in self._given if isinstance(read_option(self.state, k, None), Sequence)}
         given = self._given[kind]
-        theirs = read_option(self.state, kind, None)
-        if not isinstance(theirs, Sequence):
+        if kind not in self._theirs:
             return given
+        theirs: Sequence[Any] = getattr(self.state, kind)
         if given:
             raise ConfigurationError(
                 f"{kind} were given to the engine, and its state has {kind} of its own; pass them in one place"
@@ -237,18 +244,16 @@ class Engine(Generic[StateT]):
         self, occasion: Occasion, envelope: Envelope, call_next: CallNext, span: Activity | None
     ) -> Traces:
         participants = self._current_participants()
-        if any(not entry.opened for entry in participants.entries):
+        if not participants.all_opened:
             await self._open(participants, occasion)
         if occasion.event.value == "init":
-            await self._run_destinations(participants, occasion)
-            others = await self._run_callbacks(participants, occasion, envelope, call_next, {})
+            await run_destinations(participants, occasion)
+            others = await run_callbacks(participants, occasion, envelope, call_next, self._delivery)
             traces = await run_algorithms(participants.algorithms, self._arrange, occasion, span, self.offload)
         else:
             traces = await run_algorithms(participants.algorithms, self._arrange, occasion, span, self.offload)
-            others = await self._run_callbacks(participants, occasion, envelope, call_next, traces)
-        for key, trace in others.items():
-            traces[_free_key(key, traces)] = trace
-        return traces
+            others = await run_callbacks(participants, occasion, envelope, call_next, self._delivery, traces)
+        return merge_traces(traces, others)
 
     def _arrange(self, matched: list[AlgorithmEntry], event: EventName) -> Order:
         """The order of these algorithms, from memory where every pass depends on nothing else."""
@@ -260,64 +265,6 @@ class Engine(Generic[StateT]):
             order = self._remembered[key] = arrange(matched, event, self.algorithm_passes)
         return order
 
-    async def _run_callbacks(
-        self, participants: Participants, occasion: Occasion, envelope: Envelope, call_next: CallNext, traces: Traces
-    ) -> Traces:
-        """Run the callbacks beside the rest of the chain, then the destinations; raise what failed.
-
-        Returns:
-            The traces of the engines further down the chain.
-        """
-        handlers = self._handlers(participants, occasion.event, destinations=False)
-        others: list[Traces] = []
-        subscribers = getattr(call_next, "handlers_for", None)
-        if subscribers is not None:
-            handlers += subscribers(envelope)
-        else:
-            handlers.append(_chain_handler(call_next, others))
-        failures = await run_fanout(handlers, occasion) if handlers else []
-        if occasion.event.value != "init":
-            await self._run_destinations(participants, occasion, failures)
-        if failures:
-            # An algorithm of an engine further down failed: its exception propagates as itself.
-            down = next((e for h, e in failures if h.chain and not isinstance(e, CallbackErrors)), None)
-            try:
-                raise_failures([(h, e) for h, e in failures if e is not down], occasion.event)
-            except CallbackErrors as error:
-                attach_traces(error, traces)
-                if down is None:
-                    raise
-                down.add_note(str(error))
-            if down is not None:
-                attach_traces(down, traces)
-                raise down
-        return others[0] if others else {}
-
-    async def _run_destinations(
-        self, participants: Participants, occasion: Occasion, failures: list[tuple[Handler, Exception]] | None = None
-    ) -> None:
-        """Hand the destinations what was logged, then their hooks. On their own (INIT) their failures are raised here."""
-        handlers = [h for h in self._handlers(participants, occasion.event, destinations=True)]
-        if not handlers:
-            return
-        failed = await run_fanout(handlers, occasion)
-        if failures is None:
-            raise_failures(failed, occasion.event)
-        else:
-            failures += failed
-
-    def _handlers(self, participants: Participants, event: EventName, *, destinations: bool) -> list[Handler]:
-        handlers = []
-        for entry in participants.entries:
-            if entry.destination is not destinations or entry.quarantined or not entry.opened:
-                continue
-            handler = entry.handler(event)
-            if destinations:
-                handler = delivery_handler(entry, handler, self.logger)
-            if handler is not None:
-                handlers.append(handler)
-        return handlers
-
     async def _open(self, participants: Participants, occasion: Occasion) -> None:
         """Open the callbacks that have not been, all at once; events of other lanes wait for it."""
         while self._opening is not None:
@@ -325,6 +272,9 @@ class Engine(Generic[StateT]):
         entries = [entry for entry in participants.entries if not entry.opened]
         for entry in entries:
             entry.claim(self)
+            if entry.delivery == "background":
+                entry.opened = True  # by its worker, before its first event: opening shall not slow the run either
+        entries = [entry for entry in entries if not entry.opened]
         handlers = [handler for entry in entries if (handler := entry.lifetime_handler("open")) is not None]
         failures: list[tuple[Handler, Exception]] = []
         if handlers:
@@ -338,6 +288,7 @@ class Engine(Generic[StateT]):
         failed = {id(handler.owner) for handler, _ in failures}
         for entry in entries:
             entry.opened = id(entry) not in failed
+        participants.all_opened = not failed
         raise_failures(failures, occasion.event)
 
     # ------------------------------------------------------------------------------------------------------ closing
@@ -373,6 +324,7 @@ class Engine(Generic[StateT]):
         if self._report is None:
             in_flight = tuple(sorted(dispatch.what.event.name for dispatch in self._active))
             self._report = CloseReport(in_flight=in_flight)
+            self._report.undelivered |= await self._delivery.close(deadline)
             await close_participants(self._report, self._participants.entries, self.state, self.logger, deadline)
         return self._report
 
@@ -393,31 +345,15 @@ class Engine(Generic[StateT]):
                 await self._close_now(anyio.current_time() + self._close_timeout)
 
     async def __aenter__(self) -> Self:
+        await self._delivery.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        # Closing is bounded by its own deadline, and has to happen all the more when the run is cancelled.
-        with anyio.CancelScope(shield=True):
-            await self.close()
-
-
-def _free_key(key: str, traces: Traces) -> str:
-    """The key for a trace of another engine: its own, or the next free `#n` of it."""
-    if key not in traces:
-        return key
-    name, _, event = key.rpartition("/")
-    name, n = name.partition("#")[0], 2
-    while f"{name}#{n}/{event}" in traces:
-        n += 1
-    return f"{name}#{n}/{event}"
-
-
-def _chain_handler(call_next: CallNext, results: list[Traces]) -> Handler:
-    """The rest of the chain as one more callback, which leaves its traces in `results`."""
-
-    async def rest(envelope: Envelope) -> None:
-        results.append(await call_next(envelope))
-
-    return Handler("the rest of the chain", rest, ENVELOPE, is_async=True, chain=True)
+        try:
+            # Closing is bounded by its own deadline, and has to happen all the more when the run is cancelled.
+            with anyio.CancelScope(shield=True):
+                await self.close()
+        finally:
+            await self._delivery.__aexit__(kind, error, tb)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import keyword
+import re
 from collections.abc import Iterator
 from enum import StrEnum
 from typing import Self, TypeVar
@@ -47,15 +48,11 @@ class EventName(StrEnum):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         for member in cls:
-            if not member.value.isidentifier() or keyword.iskeyword(member.value):
+            problem = _problem_with(member.value)
+            if problem:
                 raise VocabularyError(
-                    f"{cls.__name__}.{member.name} = {member.value!r} is not an identifier; a value names the callback "
-                    f"hook, so use letters, digits and underscores, for example {member.name.lower()!r}"
-                )
-            if member.value in RESERVED_VALUES:
-                raise VocabularyError(
-                    f"{cls.__name__}.{member.name} = {member.value!r} clashes with the callback method of that name; "
-                    f"use another value, for example {'on_' + member.value!r}"
+                    f"{cls.__name__}.{member.name} = {member.value!r} {problem}; a value names the callback hook, so "
+                    f"use another one, for example {_suggestion(member.value, member.name)!r}"
                 )
             # Read on every dispatch, so worked out once. A lone half is no pair and keeps its own name.
             member._marker, member._canonical, member._partner_value = next(
@@ -86,6 +83,23 @@ class EventName(StrEnum):
     def partner(self) -> Self | None:
         """The other half of the pair, or None where the vocabulary has no such member."""
         return type(self)(self._partner_value) if self._partner_value else None
+
+
+def _problem_with(value: str) -> str | None:
+    """Why a value cannot name a callback hook, None if it can."""
+    if not value.isidentifier():
+        return "is not an identifier"
+    if keyword.iskeyword(value):
+        return "is a keyword of Python"
+    if value in RESERVED_VALUES or hasattr(object, value):
+        return "clashes with the method of that name that callbacks have"
+    return None
+
+
+def _suggestion(value: str, name: str) -> str:
+    """A value close to the one refused that can name a hook."""
+    cleaned = re.sub(r"\W+", "_", value).strip("_") or name.lower()
+    return f"on_{cleaned}" if _problem_with(cleaned) else cleaned
 
 
 _OPPOSITE = {"before": "after", "after": "before"}

@@ -65,7 +65,7 @@ class Handler:
 class Occasion:
     """One event as its handlers see it."""
 
-    __slots__ = ("arguments", "dispatch", "event", "tracer")
+    __slots__ = ("arguments", "copies", "dispatch", "event", "tracer")
 
     def __init__(
         self, envelope: Any, state: Any, logger: Any, dispatch: Dispatch | None, tracer: Tracer | None = None
@@ -74,6 +74,7 @@ class Occasion:
         self.arguments = ((state, logger), (self.event, state, logger), (envelope,))
         self.dispatch = dispatch
         self.tracer = tracer
+        self.copies: dict[str, Any] = {}
 
     async def enter_task(self) -> None:
         """Get ready for something asynchronous: an event loop, and a note of the task that handles the dispatch.

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from eventbus_engine._options import MISSING, is_async_callable, name_of
+from eventbus_engine._options import MISSING, is_async_callable, name_of, own_method
 from eventbus_engine.callback import Callback, unwrap
+from eventbus_engine.trace import batches_done
 
 if TYPE_CHECKING:
     from eventbus_engine.trace import Traces
 
 __all__ = ["Logger", "LoggerDestination", "is_destination"]
+
 
 class LoggerDestination(Callback[Any]):
     """Where log records go: a console, a file, a service. A callback that also has `log_*` methods.
@@ -65,8 +68,15 @@ def is_destination(candidate: Any) -> bool:
     """Whether a callback takes log records: a LoggerDestination, or anything that really has one of its methods."""
     target = unwrap(candidate)
     return isinstance(target, LoggerDestination) or any(
-        getattr(type(target), method, MISSING) is not MISSING for method in _METHODS
+        inspect.getattr_static(target, method, MISSING) is not MISSING for method in _METHODS
     )
+
+
+def _as_it_is(argument: Any) -> Any:
+    """A copy of a dict or list: the caller may go on changing it, but what was logged is what it held then."""
+    if isinstance(argument, Mapping):
+        return dict(argument)
+    return list(argument) if isinstance(argument, list) else argument
 
 
 def _identity(result: Awaitable[Any]) -> Awaitable[Any]:
@@ -89,8 +99,8 @@ class _Port:
         target = unwrap(destination)
         self.methods: dict[str, tuple[Callable[..., Any], bool]] = {}
         for method in _METHODS:
-            bound = getattr(target, method, None)
-            if callable(bound) and getattr(type(target), method, MISSING) is not getattr(LoggerDestination, method):
+            bound = own_method(target, method, LoggerDestination)
+            if bound is not None:
                 self.methods[method] = bound, is_async_callable(bound)
 
 
@@ -173,10 +183,7 @@ class Logger:
         return other
 
     def _step(self, step: int | None) -> int | None:
-        if step is not None:
-            return step
-        batch = getattr(getattr(self._state, "timestamp", None), "batch", None)
-        return None if batch is None else int(batch)
+        return batches_done(self._state) if step is None else step
 
     def _send(self, method: str, *args: Any, **kwargs: Any) -> None:
         for port in list(self._ports.values()):
@@ -185,8 +192,7 @@ class Logger:
                 continue
             function, is_async = found
             if is_async:
-                # The caller may go on changing its dict; what was logged is what it held now.
-                kept = [dict(arg) if isinstance(arg, dict) else arg for arg in args]
+                kept = [_as_it_is(argument) for argument in args]
                 port.pending.append(functools.partial(function, *kept, **kwargs))
                 continue
             try:
@@ -200,7 +206,6 @@ class Logger:
     def _keep_failure(self, port: _Port, method: str, error: Exception) -> None:
         """Leave the failure to the destination stage, where the destination's `on_error` decides about it."""
         error.add_note(f"in destination {port.name}, {method}")
-
         port.pending.append(functools.partial(_raise, error))
 
     def pending(self, destination: Any) -> deque[Callable[[], Any]] | None:

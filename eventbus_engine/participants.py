@@ -52,9 +52,24 @@ class AlgorithmEntry:
 class CallbackEntry:
     """A callback, its name, its options, and how it has been doing."""
 
-    __slots__ = ("callback", "destination", "failures", "name", "on_error", "opened", "quarantine_after", "quarantined", "timeout")
+    __slots__ = (
+        "callback",
+        "delivery",
+        "destination",
+        "failures",
+        "hooks",
+        "max_pending",
+        "name",
+        "on_error",
+        "on_full",
+        "opened",
+        "quarantine_after",
+        "quarantined",
+        "snapshot",
+        "timeout",
+    )
 
-    def __init__(self, callback: Any, name: str, destination: bool) -> None:
+    def __init__(self, callback: Any, name: str, destination: bool, events: type[EventName]) -> None:
         self.callback = callback
         self.name = name
         self.destination = destination
@@ -70,11 +85,28 @@ class CallbackEntry:
                 f"{described} has quarantine_after={self.quarantine_after!r}; give a number of failures, 1 or more"
             )
         self.timeout = read_timeout(callback, described)
+        self.delivery: str = read_choice(callback, "delivery", ("inline", "background"), described)
+        self.on_full: str = read_choice(callback, "on_full", ("drop_oldest", "block", "coalesce"), described)
+        self.max_pending = read_option(callback, "max_pending", 1000)
+        if not isinstance(self.max_pending, int) or self.max_pending < 1:
+            raise ConfigurationError(f"{described} has max_pending={self.max_pending!r}; give a number of events, 1 or more")
+        self.snapshot = read_option(callback, "snapshot", ())
+        if not isinstance(self.snapshot, tuple | list) or not all(isinstance(name, str) for name in self.snapshot):
+            raise ConfigurationError(
+                f"{described} has snapshot={self.snapshot!r}; give a tuple of names of attributes, as in ('loss',)"
+            )
         self.failures = 0
         self.quarantined = False
         self.opened = False
+        bound = {event: self._bind(event) for event in events}
+        self.hooks: dict[EventName, Handler] = {event: hook for event, hook in bound.items() if hook is not None}
 
-    def handler(self, event: EventName) -> Handler | None:
+    @property
+    def ready(self) -> bool:
+        """Whether it gets events: it is open, and has not been dropped."""
+        return self.opened and not self.quarantined
+
+    def _bind(self, event: EventName) -> Handler | None:
         """Its hook for an event, bound; None where it has none."""
         bound = bind_hook(self.callback, event)
         if bound is None:
@@ -172,10 +204,14 @@ class Participants:
                 check_callback(callback)
                 _check_events(callback, events)
                 check_hooks(callback, events)
-                entry = CallbackEntry(callback, name, is_destination(callback))
-                for event in events:
-                    entry.handler(event)
+                entry = CallbackEntry(callback, name, is_destination(callback), events)
             self.entries.append(entry)
+        self.destinations = [entry for entry in self.entries if entry.destination and entry.delivery == "inline"]
+        background = [entry for entry in self.entries if entry.delivery == "background"]
+        inline = [entry for entry in self.entries if entry.delivery == "inline" and not entry.destination]
+        self.callback_hooks = {event: _hooks_of(inline, event) for event in events}
+        self.background_hooks = {event: _hooks_of(background, event) for event in events}
+        self.all_opened = all(entry.opened for entry in self.entries)
         self._warn_of_conflicts()
 
     def changed(self, algorithms: Sequence[Any], callbacks: Sequence[Any]) -> bool:
@@ -191,6 +227,10 @@ class Participants:
                     ConflictWarning,
                     stacklevel=4,
                 )
+
+
+def _hooks_of(entries: Sequence[CallbackEntry], event: EventName) -> list[Handler]:
+    return [entry.hooks[event] for entry in entries if event in entry.hooks]
 
 
 def unique_names(participants: Iterable[Any]) -> list[str]:

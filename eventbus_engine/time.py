@@ -5,58 +5,25 @@ The vocabulary, the units and the time strings are those of MosaicML Composer's 
 
 from __future__ import annotations
 
-import math
-import operator
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from datetime import timedelta
-from enum import StrEnum
-from typing import Any, Generic, TypeAlias, TypedDict
+from functools import total_ordering
+from typing import Any, Generic, TypeAlias
 
-from typing_extensions import TypeVar, Unpack
+from typing_extensions import TypeVar
 
+from eventbus_engine._units import TimeUnit, check_value, cut_value, read_clock, read_timestring
 from eventbus_engine.errors import TimeFormatError
 
 __all__ = ["Time", "TimeInput", "TimeUnit", "Timestamp"]
 
-NumberT = TypeVar("NumberT", bound=float, covariant=True, default=float)
+NumberT_co = TypeVar("NumberT_co", bound=float, covariant=True, default=float)
 
 
-class TimeUnit(StrEnum):
-    """What a `Time` counts. The values are the suffixes of time strings; names are taken too, in any case.
-
-    Raises:
-        TimeFormatError: for a unit that does not exist.
-    """
-
-    ITERATION = "iter"
-    EPOCH = "ep"
-    BATCH = "ba"
-    """Batches trained, that is, optimizer steps."""
-    SAMPLE = "sp"
-    TOKEN = "tok"
-    DURATION = "dur"
-    """The fraction of the run that is done: 0.0 at the start, 1.0 at the end. The one unit with a float value."""
-    SECOND = "sec"
-
-    @classmethod
-    def _missing_(cls, value: object) -> TimeUnit:
-        name = value.lower() if isinstance(value, str) else None
-        for unit in cls:
-            if name in (unit.value, unit.name.lower()):
-                return unit
-        raise TimeFormatError(f"{value!r} is not a unit of time; use one of {', '.join(cls)}")
-
-
-_TIMESTRING = re.compile(
-    rf"([+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?)\s*({'|'.join(TimeUnit)})", re.ASCII | re.IGNORECASE
-)
-_CLOCK = re.compile(r"(?=\d)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII | re.IGNORECASE)
-
-
+@total_ordering
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
-class Time(Generic[NumberT]):
+class Time(Generic[NumberT_co]):
     """An amount of time in one unit, immutable: `Time(5, "ep")` is five epochs.
 
     Compares with, and adds to, times of its own unit, their strings, and plain numbers, which are taken to be in its
@@ -75,12 +42,12 @@ class Time(Generic[NumberT]):
         TimeFormatError: for a value or unit that does not fit; from operators, for units that do not mix.
     """
 
-    value: NumberT
+    value: NumberT_co
     unit: TimeUnit
 
-    def __init__(self, value: NumberT, unit: TimeUnit | str) -> None:
+    def __init__(self, value: NumberT_co, unit: TimeUnit | str) -> None:
         unit = TimeUnit(unit)
-        object.__setattr__(self, "value", value if type(value) is int and unit != "dur" else _checked(value, unit))
+        object.__setattr__(self, "value", check_value(value, unit))
         object.__setattr__(self, "unit", unit)
 
     @classmethod
@@ -122,10 +89,9 @@ class Time(Generic[NumberT]):
         """
         if isinstance(delta, timedelta):
             return Time(delta // timedelta(seconds=1), TimeUnit.SECOND)
-        if not isinstance(delta, str) or not (match := _CLOCK.fullmatch(delta.strip())):
+        if not isinstance(delta, str) or (seconds := read_clock(delta)) is None:
             raise TimeFormatError(f"{delta!r} is no stretch of time; use a timedelta, or a string such as '1h30m'")
-        hours, minutes, seconds = (_whole(part, delta) for part in match.groups(default="0"))
-        return Time(hours * 3600 + minutes * 60 + seconds, TimeUnit.SECOND)
+        return Time(seconds, TimeUnit.SECOND)
 
     @classmethod
     def from_timestring(cls, timestring: str) -> Time:
@@ -134,17 +100,14 @@ class Time(Generic[NumberT]):
         Raises:
             TimeFormatError: if the string is neither, or not a string at all.
         """
-        text = timestring.strip() if isinstance(timestring, str) else ""
-        if _CLOCK.fullmatch(text):
-            return cls.from_timedelta(text)
-        if not (match := _TIMESTRING.fullmatch(text)):
-            raise TimeFormatError(
-                f"{timestring!r} is no time string; write a number and one of {', '.join(TimeUnit)}, for example '10ba'"
-            )
-        digits, unit = match.groups()
-        # Not by way of float, which would round large token counts.
-        number = _whole(digits, timestring) if digits.lstrip("+-").isdecimal() else float(digits)
-        return Time(number, unit)
+        if isinstance(timestring, str):
+            if (seconds := read_clock(timestring)) is not None:
+                return Time(seconds, TimeUnit.SECOND)
+            if (parts := read_timestring(timestring)) is not None:
+                return Time(*parts)
+        raise TimeFormatError(
+            f"{timestring!r} is no time string; write a number and one of {', '.join(TimeUnit)}, for example '10ba'"
+        )
 
     @classmethod
     def from_input(cls, value: TimeInput, unit: TimeUnit | str | None = None) -> Time:
@@ -158,7 +121,7 @@ class Time(Generic[NumberT]):
         if isinstance(value, str):
             return cls.from_timestring(value)
         if unit is None:
-            raise TimeFormatError(f"{value!r} has no unit; write a time string such as '10ba', or Time({value!r}, 'ba')")
+            raise TimeFormatError(f"{value!r} has no unit; write a time string such as '10ba', or a Time")
         return Time(value, unit)
 
     def to_timestring(self) -> str:
@@ -188,47 +151,33 @@ class Time(Generic[NumberT]):
             return other
         time = Time.from_input(other)
         if time.unit is not self.unit:
-            raise TimeFormatError(
-                f"{self} and {time} are in different units; state both in {self.unit} or both in {time.unit}"
-            )
+            raise TimeFormatError(f"{self} and {time} do not mix; state both in {self.unit} or both in {time.unit}")
         return time.value
 
-    def _compare(self, other: object, holds: Callable[[Any, Any], bool]) -> bool:
-        return holds(self.value, self._in_unit(other)) if isinstance(other, _OPERANDS) else NotImplemented
-
     def __eq__(self, other: object) -> bool:
-        return self._compare(other, operator.eq)
+        return self.value == self._in_unit(other) if isinstance(other, _OPERANDS) else NotImplemented
 
     def __lt__(self, other: TimeInput) -> bool:
-        return self._compare(other, operator.lt)
+        return self.value < self._in_unit(other) if isinstance(other, _OPERANDS) else NotImplemented
 
-    def __le__(self, other: TimeInput) -> bool:
-        return self._compare(other, operator.le)
-
-    def __gt__(self, other: TimeInput) -> bool:
-        return self._compare(other, operator.gt)
-
-    def __ge__(self, other: TimeInput) -> bool:
-        return self._compare(other, operator.ge)
-
-    def __add__(self, other: TimeInput) -> Time[NumberT]:
+    def __add__(self, other: TimeInput) -> Time[NumberT_co]:
         return self._with(self.value + self._in_unit(other)) if isinstance(other, _OPERANDS) else NotImplemented
 
     __radd__ = __add__
 
-    def __sub__(self, other: TimeInput) -> Time[NumberT]:
+    def __sub__(self, other: TimeInput) -> Time[NumberT_co]:
         return self._with(self.value - self._in_unit(other)) if isinstance(other, _OPERANDS) else NotImplemented
 
-    def __rsub__(self, other: TimeInput) -> Time[NumberT]:
+    def __rsub__(self, other: TimeInput) -> Time[NumberT_co]:
         return self._with(self._in_unit(other) - self.value) if isinstance(other, _OPERANDS) else NotImplemented
 
-    def __mod__(self, other: TimeInput) -> Time[NumberT]:
+    def __mod__(self, other: TimeInput) -> Time[NumberT_co]:
         return self._with(self.value % self._in_unit(other)) if isinstance(other, _OPERANDS) else NotImplemented
 
-    def __neg__(self) -> Time[NumberT]:
+    def __neg__(self) -> Time[NumberT_co]:
         return self._with(-self.value)
 
-    def __pos__(self) -> Time[NumberT]:
+    def __pos__(self) -> Time[NumberT_co]:
         return self
 
     def __mul__(self, other: TimeInput) -> Time:
@@ -247,13 +196,13 @@ class Time(Generic[NumberT]):
 
     def __truediv__(self, other: TimeInput) -> Time:
         if isinstance(other, (int, float)):
-            return self._with(_cut(self.value / other, self.unit))
+            return self._with(cut_value(self.value / other, self.unit))
         return Time(self.value / self._in_unit(other), "dur") if isinstance(other, _OPERANDS) else NotImplemented
 
-    def _scaled(self, factor: float) -> Time[NumberT]:
-        return self._with(_cut(self.value * factor, self.unit))
+    def _scaled(self, factor: float) -> Time[NumberT_co]:
+        return self._with(cut_value(self.value * factor, self.unit))
 
-    def _with(self, value: Any) -> Time[NumberT]:
+    def _with(self, value: Any) -> Time[NumberT_co]:
         return Time(value, self.unit)
 
 
@@ -263,57 +212,7 @@ TimeInput: TypeAlias = Time | str | float
 _OPERANDS = (Time, str, int, float)
 
 
-def _checked(value: Any, unit: TimeUnit) -> float:
-    """The value as its unit stores it."""
-    try:
-        if isinstance(value, float) or unit is TimeUnit.DURATION:
-            # A string has no __float__, though float() would read it.
-            number = value.__float__()
-            if math.isfinite(number) and (unit is TimeUnit.DURATION or number.is_integer()):
-                return number if unit is TimeUnit.DURATION else int(number)
-        else:
-            return operator.index(value)
-    except (AttributeError, OverflowError, TypeError):
-        pass
-    kind = "a finite number" if unit is TimeUnit.DURATION else "a whole number"
-    raise TimeFormatError(f"{value!r} {unit} is not possible: a time in {unit.name.lower()}s takes {kind}")
-
-
-def _cut(value: float, unit: TimeUnit) -> float:
-    return value if unit is TimeUnit.DURATION or not math.isfinite(value) else int(value)
-
-
-def _whole(digits: str, source: str) -> int:
-    try:
-        return int(digits)
-    except ValueError:  # the interpreter's limit on the length of an int in a string
-        raise TimeFormatError(f"{source[:20]!r}… has {len(digits)} digits, which is no time; write fewer") from None
-
-
-class _Fields(TypedDict, total=False):
-    iteration: Time[int] | int
-    epoch: Time[int] | int
-    batch: Time[int] | int
-    sample: Time[int] | int
-    token: Time[int] | int
-    epoch_in_iteration: Time[int] | int
-    token_in_iteration: Time[int] | int
-    batch_in_epoch: Time[int] | int
-    sample_in_epoch: Time[int] | int
-    token_in_epoch: Time[int] | int
-    total_wct: timedelta
-    iteration_wct: timedelta
-    epoch_wct: timedelta
-    batch_wct: timedelta
-
-
-_CLOCKS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
-_ZERO = timedelta()
-_START: dict[str, Any] = {
-    name: _ZERO if name in _CLOCKS else Time(0, name.partition("_in_")[0]) for name in _Fields.__annotations__
-}
-
-
+@total_ordering
 @dataclass(frozen=True, slots=True, init=False, eq=False)
 class Timestamp:
     """Where a run stands: what has been counted since its start, and within the current iteration and epoch.
@@ -351,17 +250,22 @@ class Timestamp:
     epoch_wct: timedelta
     batch_wct: timedelta
 
-    def __init__(self, **values: Unpack[_Fields]) -> None:
+    def __init__(self, **values: FieldInput) -> None:
         self._fill({**_START, **values})
 
     def _fill(self, values: Mapping[str, Any]) -> None:
-        checked = {name: _checked_field(name, value) for name, value in values.items()}
-        for name, value in checked.items():
+        checked = [(name, _check_field(name, value)) for name, value in values.items()]
+        for name, value in checked:
             object.__setattr__(self, name, value)
 
-    def copy(self, **overrides: Unpack[_Fields]) -> Timestamp:
+    def copy(self, **overrides: FieldInput) -> Timestamp:
         """A timestamp like this one but for `overrides`, given as to the constructor."""
-        return Timestamp(**{**{name: getattr(self, name) for name in _START}, **overrides})  # type: ignore[typeddict-item]
+        return Timestamp(**{name: getattr(self, name) for name in _START} | overrides)
+
+    def _advance(self, duration: timedelta | None, **overrides: FieldInput) -> Timestamp:
+        took = _ZERO if duration is None else _check_field("batch_wct", duration)
+        clocks = {name: getattr(self, name) + took for name in ("total_wct", "iteration_wct", "epoch_wct")}
+        return self.copy(**clocks | {"batch_wct": took} | overrides)
 
     def to_next_batch(
         self, samples: Time[int] | int = 0, tokens: Time[int] | int = 0, duration: timedelta | None = None
@@ -373,8 +277,8 @@ class Timestamp:
             tokens: how many the batch held, over all ranks.
             duration: how long it took; default: no time.
         """
-        took = _ZERO if duration is None else duration
-        return self.copy(
+        return self._advance(
+            duration,
             batch=self.batch + 1,
             batch_in_epoch=self.batch_in_epoch + 1,
             sample=self.sample + samples,
@@ -382,10 +286,6 @@ class Timestamp:
             token=self.token + tokens,
             token_in_epoch=self.token_in_epoch + tokens,
             token_in_iteration=self.token_in_iteration + tokens,
-            total_wct=self.total_wct + took,
-            iteration_wct=self.iteration_wct + took,
-            epoch_wct=self.epoch_wct + took,
-            batch_wct=took,
         )
 
     def to_next_epoch(self, tokens: Time[int] | int = 0, duration: timedelta | None = None) -> Timestamp:
@@ -395,18 +295,12 @@ class Timestamp:
             tokens: how many to add to the iteration, beyond those of its batches.
             duration: time that passed since the last batch; default: none.
         """
-        took = _ZERO if duration is None else duration
-        return self.copy(
+        return self._advance(
+            duration,
             epoch=self.epoch + 1,
             epoch_in_iteration=self.epoch_in_iteration + 1,
             token_in_iteration=self.token_in_iteration + tokens,
-            batch_in_epoch=0,
-            sample_in_epoch=0,
-            token_in_epoch=0,
-            total_wct=self.total_wct + took,
-            iteration_wct=self.iteration_wct + took,
-            epoch_wct=_ZERO,
-            batch_wct=_ZERO,
+            **_EPOCH_START,
         )
 
     def to_next_iteration(self, duration: timedelta | None = None) -> Timestamp:
@@ -415,15 +309,91 @@ class Timestamp:
         Args:
             duration: time that passed since the last batch; default: none.
         """
-        return self.copy(
+        return self._advance(
+            duration,
             iteration=self.iteration + 1,
             epoch_in_iteration=0,
             token_in_iteration=0,
-            batch_in_epoch=0,
-            sample_in_epoch=0,
-            token_in_epoch=0,
-            total_wct=self.total_wct + (_ZERO if duration is None else duration),
             iteration_wct=_ZERO,
-            epoch_wct=_ZERO,
-            batch_wct=_ZERO,
+            **_EPOCH_START,
         )
+
+    def get(self, unit: TimeUnit | str) -> Time[int]:
+        """The counter of that unit; for `SECOND` the whole seconds of `total_wct`.
+
+        Raises:
+            TimeFormatError: for `DURATION`, which needs to know how long the run will be.
+        """
+        unit = TimeUnit(unit)
+        if unit is TimeUnit.SECOND:
+            return Time.from_timedelta(self.total_wct)
+        if unit is TimeUnit.DURATION:
+            raise TimeFormatError(
+                "a timestamp does not know how long the run will be; divide one of its counters by max_duration"
+            )
+        counter: Time[int] = getattr(self, unit.name.lower())
+        return counter
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Timestamp):
+            return all(getattr(self, name) == getattr(other, name) for name in _START)
+        return self.get(Time.from_input(other).unit) == other if isinstance(other, (Time, str)) else NotImplemented
+
+    # Equal to times and strings of every unit at once, which no hash can honour.
+    __hash__ = None  # type: ignore[assignment]
+
+    def __lt__(self, other: Time | str) -> bool:
+        return self.get(Time.from_input(other).unit) < other if isinstance(other, (Time, str)) else NotImplemented
+
+    def state_dict(self) -> dict[str, int | float]:
+        """All attributes by name as plain numbers, the wall-clock times in seconds: ready for JSON."""
+        values = ((name, getattr(self, name)) for name in _START)
+        return {name: value.value if isinstance(value, Time) else value.total_seconds() for name, value in values}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned. The one change in place, for a run that resumes.
+
+        Args:
+            state: an attribute's value by its name; wall-clock times in seconds, or as `timedelta`.
+
+        Raises:
+            TimeFormatError: for a name too many or missing, or a value that does not fit; nothing is changed then.
+        """
+        if missing := [name for name in _START if name not in state]:
+            raise TimeFormatError(f"the state of a timestamp lacks {', '.join(missing)}; it takes all of state_dict()")
+        self._fill({name: _as_clock(value) if name.endswith("_wct") else value for name, value in state.items()})
+
+
+FieldInput: TypeAlias = Time[int] | int | timedelta
+"""What a field of a `Timestamp` is made from: a counter of a `Time` or an int, a wall-clock time of a `timedelta`."""
+
+_ZERO = timedelta()
+_START: dict[str, Any] = {
+    field.name: _ZERO if field.name.endswith("_wct") else Time(0, field.name.partition("_in_")[0])
+    for field in fields(Timestamp)
+}
+_EPOCH_START: dict[str, FieldInput] = {
+    name: start for name, start in _START.items() if name.endswith("_in_epoch") or name in ("epoch_wct", "batch_wct")
+}
+
+
+def _as_clock(value: Any) -> Any:
+    try:
+        return timedelta(seconds=value)
+    except (OverflowError, TypeError, ValueError):
+        return value
+
+
+def _check_field(name: str, value: Any) -> Any:
+    """The value as the attribute `name` of a timestamp stores it."""
+    start = _START.get(name)
+    if start is None:
+        raise TimeFormatError(f"{name!r} is no field of a timestamp; it has {', '.join(_START)}")
+    if isinstance(start, timedelta):
+        if isinstance(value, timedelta):
+            return value
+        raise TimeFormatError(f"{name}={value!r} is no wall-clock time; give a timedelta")
+    counter = Time.from_input(value, start.unit)
+    if counter.unit is not start.unit:
+        raise TimeFormatError(f"{name}={value!r} is in the wrong unit; give an int, or a Time in {start.unit}")
+    return counter

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 if TYPE_CHECKING:
     from eventbus_engine.event import EventName
 
-__all__ = ["Outcome", "Trace", "Traces", "format_trace", "step_of"]
+__all__ = ["Outcome", "Trace", "Traces", "batches_done", "format_trace", "step_of"]
 
 Outcome: TypeAlias = Literal["ok", "skipped", "failed", "timed_out", "cancelled"]
 
@@ -59,6 +59,18 @@ _BATCH_COUNTED = frozenset(
 )
 
 
+def batches_done(state: Any) -> int | None:
+    """The number of batches trained so far, by the state's `timestamp`; None where it has no such thing.
+
+    A record of a pipeline may well have a `timestamp` that is something else altogether.
+    """
+    batch = getattr(getattr(state, "timestamp", None), "batch", None)
+    try:
+        return None if batch is None else int(batch)
+    except (TypeError, ValueError):
+        return None
+
+
 def step_of(event: EventName, state: Any) -> int | None:
     """The step of a log line: 0 at INIT, then the batch in progress, counted from 1.
 
@@ -68,13 +80,9 @@ def step_of(event: EventName, state: Any) -> int | None:
     Returns:
         None where the state has no `timestamp`, as the records of a pipeline.
     """
-    timestamp = getattr(state, "timestamp", None)
-    batch = getattr(timestamp, "batch", None)
-    if batch is None:
-        return None
-    if event.value == "init":
-        return 0
-    done = int(batch)
+    done = batches_done(state)
+    if done is None or event.value == "init":
+        return None if done is None else 0
     counted = event.value in _BATCH_COUNTED or event.value.startswith(("eval", "predict"))
     return done if counted else done + 1
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from datetime import date
 from enum import Enum
 from typing import Any
@@ -33,7 +34,7 @@ def plain(value: Any) -> Any:
             return {str(plain(key)): plain(item) for key, item in value.items()}
         case list() | tuple():
             return [plain(item) for item in value]
-        case Set():
+        case AbstractSet():
             return [plain(item) for item in sorted(value, key=repr)]
         case date():
             return value.isoformat()
@@ -41,6 +42,12 @@ def plain(value: Any) -> Any:
             return os.fspath(value)
         case BaseException():
             return f"{type(value).__name__}: {value}"
+        case _:
+            return _unpack(value)
+
+
+def _unpack(value: Any) -> Any:
+    """What no pattern matched: dataclasses, tensors, arrays, and all that is left."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     unpack = getattr(value, "tolist", None)

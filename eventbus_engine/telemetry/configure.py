@@ -19,8 +19,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,7 @@ def configure(
     compression: str | None = None,
     sampler: Sampler | None = None,
     shutdown_timeout: float = 5.0,
-) -> Iterator[TracerProvider]:
+) -> Generator[TracerProvider, None, None]:
     """Trace what runs inside the block, and send the spans to a collector, into a file, or both.
 
     Example:
@@ -221,11 +221,16 @@ class _CurrentSpan:
 
     def __init__(self, tracer: _SwitchableTracer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._new = functools.partial(_CurrentSpan, tracer, args, kwargs)
-        self._start = lambda: tracer.resolve().start_as_current_span(*args, **kwargs)
+        self._tracer = tracer
+        self._args = args
+        self._kwargs = kwargs
 
     def __enter__(self) -> Span:
-        self._entered = self._start()
-        return self._entered.__enter__()
+        # The API's decorator hides the signature from type checkers.
+        tracer: Any = self._tracer.resolve()
+        self._entered: AbstractContextManager[Span] = tracer.start_as_current_span(*self._args, **self._kwargs)
+        span: Span = self._entered.__enter__()
+        return span
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
@@ -341,7 +346,7 @@ def _shut_down(provider: SdkTracerProvider, processors: Sequence[CountingBatchSp
             )
 
 
-def _start(functions: Iterator[Callable[[], object]] | Sequence[Callable[[], object]]) -> list[threading.Thread]:
+def _start(functions: Iterable[Callable[[], object]]) -> list[threading.Thread]:
     threads = [threading.Thread(target=function, name="telemetry shutdown", daemon=True) for function in functions]
     for thread in threads:
         thread.start()

@@ -16,7 +16,18 @@ from torch import Tensor
 
 from eventbus_engine.errors import BatchError, ConfigurationError
 
-__all__ = ["EXHAUSTED", "BatchKey", "BatchSource", "count_samples", "count_tokens", "get_item", "move", "set_item", "split"]
+__all__ = [
+    "EXHAUSTED",
+    "BatchKey",
+    "BatchSource",
+    "count_samples",
+    "count_tokens",
+    "describe",
+    "get_item",
+    "move",
+    "set_item",
+    "split",
+]
 
 BatchKey: TypeAlias = "int | str | Callable[..., Any] | tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]"
 """A position, a name (of a mapping's item, or of an attribute), a function of the batch, or a getter and a setter."""
@@ -106,9 +117,11 @@ def get_item(batch: Any, key: BatchKey) -> Any:
     if callable(key):
         return key(batch)
     try:
-        return getattr(batch, key) if _is_attribute(batch, key) else batch[key]
+        return getattr(batch, key) if isinstance(key, str) and not isinstance(batch, Mapping) else batch[key]
     except (LookupError, TypeError, AttributeError) as error:
-        raise BatchError(f"the batch, {describe(batch)}, has no item {key!r}; use one that it has, or a function") from error
+        raise BatchError(
+            f"the batch, {describe(batch)}, has no item {key!r}; use one that it has, or a function of the batch"
+        ) from error
 
 
 def set_item(batch: Any, key: BatchKey, value: Any) -> Any:
@@ -125,26 +138,19 @@ def set_item(batch: Any, key: BatchKey, value: Any) -> Any:
         changed = key(batch, value)
         return batch if changed is None else changed
     try:
-        if _is_attribute(batch, key):
-            changed = copy.copy(batch)
+        changed: Any = list(batch) if isinstance(batch, tuple) else copy.copy(batch)
+        if isinstance(batch, Tensor):
+            changed = batch.clone()  # a copied tensor shares its memory
+        if isinstance(key, str) and not isinstance(batch, Mapping):
             setattr(changed, key, value)
-        elif isinstance(batch, tuple):
-            items = list(batch)
-            items[key] = value  # type: ignore[index, call-overload]
-            changed = _rebuild(batch, items)
         else:
-            changed = batch.clone() if isinstance(batch, Tensor) else copy.copy(batch)
             changed[key] = value
     except (LookupError, TypeError, AttributeError) as error:
         raise BatchError(
             f"item {key!r} of the batch, {describe(batch)}, cannot be set; use one that it has, or a pair of functions "
             f"(get(batch), set(batch, value))"
         ) from error
-    return changed
-
-
-def _is_attribute(batch: Any, key: int | str | Callable[..., Any]) -> bool:
-    return isinstance(key, str) and not isinstance(batch, Mapping)
+    return _rebuild(batch, changed) if isinstance(batch, tuple) else changed
 
 
 def count_samples(batch: Any) -> int:
@@ -159,7 +165,7 @@ def count_samples(batch: Any) -> int:
     if hasattr(batch, "__len__") and not isinstance(batch, str | bytes | Sequence | Mapping):
         return len(batch)
     raise BatchError(
-        f"the loader yielded {describe(batch)}, in which there is no tensor with a first dimension to count samples by; "
+        f"the loader yielded {describe(batch)}, in which no tensor has a first dimension to count the samples by; "
         f"yield a tensor, or a tuple, list or mapping of tensors, as torch.utils.data.DataLoader does"
     )
 

@@ -32,7 +32,7 @@ class Evaluator:
     """
 
     def __init__(self, dataloader: Any, label: str = "eval") -> None:
-        if not isinstance(label, str) or not label:
+        if not label:
             raise ConfigurationError(f"an evaluator's label is {label!r}; give a name, for example 'eval'")
         self.label = label
         self.dataloader = dataloader
@@ -48,12 +48,16 @@ def make_evaluators(eval_dataloader: Any) -> list[Evaluator]:
     if eval_dataloader is None:
         return []
     given = eval_dataloader if isinstance(eval_dataloader, list | tuple) else [eval_dataloader]
-    if not given or not all(isinstance(item, Evaluator) for item in given):
-        return [Evaluator(eval_dataloader)]
-    labels = [evaluator.label for evaluator in given]
-    if len(set(labels)) < len(labels):
-        raise ConfigurationError(f"the evaluators are labelled {', '.join(labels)}; give each a label of its own")
-    return list(given)
+    evaluators = [item for item in given if isinstance(item, Evaluator)]
+    if not evaluators:
+        return [Evaluator(eval_dataloader)]  # a list, then, is one of batches
+    labels = [evaluator.label for evaluator in evaluators]
+    if len(set(labels)) < len(given):
+        raise ConfigurationError(
+            f"eval_dataloader holds {len(given)} evaluators with the labels {', '.join(labels)}; give Evaluators only, "
+            f"each with a label of its own"
+        )
+    return evaluators
 
 
 class Metrics:

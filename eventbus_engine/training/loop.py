@@ -92,7 +92,7 @@ class TrainingLoop:
                 loss = await state.compute(_step, state)
                 if self.step_schedulers_every_batch:
                     await state.compute(_step_schedulers, state)
-                state.timestamp = state.timestamp.to_next_batch(samples=samples, tokens=tokens, duration=self._next_lap())
+                state.timestamp = state.timestamp.to_next_batch(samples, tokens, duration=self._next_lap())
                 engine.logger.log_metrics({"loss/train/total": loss})
             await self._evaluate_if_due(TimeUnit.BATCH)
             await engine.run_event(Event.BATCH_CHECKPOINT)
@@ -142,7 +142,7 @@ class TrainingLoop:
         samples, tokens, duration = count_samples(batch), count_tokens(batch), self.state.max_duration
         if not tokens and duration is not None and duration.unit == TimeUnit.TOKEN:
             raise BatchError(
-                f"max_duration is {duration.to_timestring()}, but the batch, {describe(batch)}, has no tokens to count; "
+                f"max_duration is {duration}, but the batch, {describe(batch)}, has no tokens to count; "
                 f"yield mappings with 'input_ids', or give max_duration in epochs, batches or samples"
             )
         return samples, tokens
@@ -150,8 +150,8 @@ class TrainingLoop:
     def _refuse_empty_epoch(self) -> None:
         if self.state.timestamp.batch_in_epoch == 0:
             raise BatchError(
-                f"train_dataloader yielded no batch in epoch {int(self.state.timestamp.epoch)}; give a loader with data "
-                f"that can be iterated again for every epoch (a DataLoader, a list), not an iterator"
+                f"train_dataloader yielded no batch in epoch {int(self.state.timestamp.epoch)}; give a loader with "
+                f"data that can be iterated again for every epoch (a DataLoader, a list), not an iterator"
             )
 
     def _count_iteration(self) -> None:
@@ -189,7 +189,7 @@ def _loss(state: State) -> Tensor:
 def _backward(state: State, weight: float, total: Tensor | None) -> Tensor:
     """Backpropagate, and add the microbatch's part to the loss of the whole batch."""
     assert state.loss is not None  # noqa: S101 -- the loss section has set it
-    create_graph = any(read_option(algorithm, "backwards_create_graph", False) is True for algorithm in state.algorithms)
+    create_graph = any(read_option(item, "backwards_create_graph", False) is True for item in state.algorithms)
     with torch.enable_grad():
         # The loss is a mean over the microbatch: weighted by its size, the gradient is that of the whole batch's mean.
         (state.loss * weight).backward(create_graph=create_graph)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """What a model has to be, and how the loop gets outputs and a loss out of one.
 
-Either any `torch.nn.Module` with a loss function beside it, trained on batches of inputs and targets; or a `BatchModel`,
-which reads the batch itself and so takes batches of any shape.
+Either any `torch.nn.Module` with a loss function beside it, trained on batches of inputs and targets; or a
+`BatchModel`, which reads the batch itself and so takes batches of any shape.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
             if key in batch:
                 return {name: value for name, value in batch.items() if name != key}, batch[key]
     raise BatchError(
-        f"the batch is {describe(batch)}, which the model cannot be fed with: yield pairs (inputs, targets), or mappings "
-        f"with the targets under {', '.join(map(repr, TARGET_KEYS))}, or train a model that reads its batches itself, "
+        f"the batch is {describe(batch)}, which the model cannot be fed with: yield pairs (inputs, targets), or "
+        f"mappings with the targets under {', '.join(map(repr, TARGET_KEYS))}, or train a model that reads its batches itself, "
         f"with forward(batch) and loss(outputs, batch), and leave loss= out"
     )
 

@@ -15,26 +15,34 @@ import anyio
 import torch
 from opentelemetry.trace import TracerProvider
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from eventbus_engine.closing import CloseReport
 from eventbus_engine.engine import Engine
 from eventbus_engine.errors import ConfigurationError, EngineClosedError
 from eventbus_engine.event import Event
-from eventbus_engine.logger import is_destination
 from eventbus_engine.plan import PassesArgument
-from eventbus_engine.time import Time, TimeUnit
+from eventbus_engine.time import Time
+from eventbus_engine.training.arguments import (
+    DURATION_UNITS,
+    INTERVAL_UNITS,
+    check_device,
+    check_duration,
+    check_loggers,
+    check_microbatches,
+    check_optimizers,
+    check_precision,
+    check_schedulers,
+    check_seed,
+    listed,
+)
 from eventbus_engine.training.data import BatchSource
 from eventbus_engine.training.evaluator import evaluate, make_evaluators
 from eventbus_engine.training.loop import TrainingLoop
 from eventbus_engine.training.model import LossFunction, check_model
-from eventbus_engine.training.state import PRECISIONS, Precision, State
+from eventbus_engine.training.state import Precision, State
 from eventbus_engine.training.worker import ComputeWorker, InlineWorker, Worker
 
 __all__ = ["Trainer"]
-
-DURATION_UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN)
-INTERVAL_UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH)
 
 
 class Trainer:
@@ -86,7 +94,7 @@ class Trainer:
         TimeFormatError: a duration does not parse.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- this is where a whole run is put together, and most of it has a default
         self,
         model: nn.Module,
         train_dataloader: Any,
@@ -113,22 +121,22 @@ class Trainer:
         check_model(model, loss)
         source = BatchSource(train_dataloader, "train_dataloader")
         evaluators = make_evaluators(eval_dataloader)
-        interval = _duration("eval_interval", eval_interval, INTERVAL_UNITS)
+        interval = check_duration("eval_interval", eval_interval, INTERVAL_UNITS)
         self._worker: Worker = ComputeWorker() if offload else InlineWorker()
         self.state = State(
             model,
-            optimizers=_optimizers(optimizers),
-            schedulers=_schedulers(schedulers),
+            optimizers=check_optimizers(optimizers),
+            schedulers=check_schedulers(schedulers),
             train_dataloader=train_dataloader,
             eval_dataloader=eval_dataloader,
             loss_fn=loss,
-            algorithms=_listed(algorithms),
-            callbacks=[*_destinations(loggers), *_listed(callbacks)],
-            max_duration=_duration("max_duration", max_duration, DURATION_UNITS),
-            device=_device(device, model),
-            precision=_precision(precision),
-            seed=_seed(seed),
-            microbatches=_microbatches(microbatches),
+            algorithms=listed(algorithms),
+            callbacks=[*check_loggers(loggers), *listed(callbacks)],
+            max_duration=check_duration("max_duration", max_duration, DURATION_UNITS),
+            device=check_device(device, model),
+            precision=check_precision(precision),
+            seed=check_seed(seed),
+            microbatches=check_microbatches(microbatches),
             run_name=run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}",
             worker=self._worker,
         )
@@ -155,7 +163,7 @@ class Trainer:
             BatchError: a batch cannot be used; it says what would.
             EngineClosedError: the trainer is closed.
         """
-        more = None if duration is None else _duration("duration", duration, DURATION_UNITS)
+        more = None if duration is None else check_duration("duration", duration, DURATION_UNITS)
         async with self._session():
             self._extend(more)
             await self._initialise()
@@ -214,7 +222,8 @@ class Trainer:
         self._refuse_closed()
         if self._busy:
             raise ConfigurationError(
-                "this trainer is at work already, and it has one state only: await that call first, or make another Trainer"
+                "this trainer is at work already, and it has only one state: await that call first, or make another "
+                "Trainer"
             )
         self._busy = True
         try:
@@ -240,9 +249,8 @@ class Trainer:
             state.max_duration = state.timestamp.get(more.unit) + more
         if state.max_duration is not None and state.timestamp >= state.max_duration:
             raise ConfigurationError(
-                f"there is nothing left to train: max_duration is {state.max_duration.to_timestring()}, and training is "
-                f"at {state.timestamp.get(state.max_duration.unit).to_timestring()}; say how much more, as in "
-                f"fit(duration='1ep')"
+                f"there is nothing left to train: max_duration is {state.max_duration}, and training is at "
+                f"{state.timestamp.get(state.max_duration.unit)}; say how much more, as in fit(duration='1ep')"
             )
 
     async def _initialise(self) -> None:
@@ -256,91 +264,6 @@ class Trainer:
         async with self.engine.pair(Event.BEFORE_LOAD):
             pass  # what a checkpoint would put back goes here
         self._initialised = True
-
-
-# ------------------------------------------------------------------------------------------------- checking arguments
-
-
-def _listed(given: Any) -> list[Any]:
-    """One or several, as Composer takes them."""
-    if given is None:
-        return []
-    return list(given) if isinstance(given, list | tuple) else [given]
-
-
-def _duration(name: str, value: str | int | Time, units: tuple[TimeUnit, ...]) -> Time:
-    duration = Time.from_input(value, TimeUnit.EPOCH)
-    if duration.unit not in units:
-        raise ConfigurationError(
-            f"{name} is {duration.to_timestring()}; give it in {', '.join(unit.value for unit in units)}, for example '3ep'"
-        )
-    if duration.value <= 0:
-        raise ConfigurationError(f"{name} is {duration.to_timestring()}; give more than none, for example '3ep'")
-    return duration
-
-
-def _optimizers(given: Any) -> list[torch.optim.Optimizer]:
-    optimizers = _listed(given)
-    for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigurationError(
-                f"{optimizer!r} is no optimizer; give instances, for example torch.optim.SGD(model.parameters(), lr=0.1)"
-            )
-    return optimizers
-
-
-def _schedulers(given: Any) -> list[Any]:
-    schedulers = _listed(given)
-    for scheduler in schedulers:
-        if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
-            raise ConfigurationError(f"{scheduler!r} is no scheduler; give instances, of torch.optim.lr_scheduler for example")
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise ConfigurationError(
-                "ReduceLROnPlateau needs a metric to step by, which the loop does not choose for you; step it in a "
-                "callback's eval_end, from state.metrics"
-            )
-    return schedulers
-
-
-def _destinations(given: Any) -> list[Any]:
-    loggers = _listed(given)
-    for logger in loggers:
-        if isinstance(logger, type) or not is_destination(logger):
-            raise ConfigurationError(
-                f"{logger!r} takes no log records; give instances of LoggerDestination, and anything else as callbacks="
-            )
-    return loggers
-
-
-def _device(given: str | torch.device | None, model: nn.Module) -> torch.device:
-    if given is None:
-        parameter = next(model.parameters(), None)
-        return torch.device("cpu") if parameter is None else parameter.device
-    try:
-        return torch.device(given)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigurationError(f"device={given!r} is no device; give 'cpu', 'cuda', 'cuda:1', 'mps' …") from error
-
-
-def _precision(given: Precision | None) -> Precision:
-    precision = given or "fp32"
-    if precision not in PRECISIONS:
-        hint = "; amp_fp16 would need its loss scaled, amp_bf16 does not" if precision == "amp_fp16" else ""
-        raise ConfigurationError(f"precision={given!r} is not supported{hint}; use {' or '.join(map(repr, PRECISIONS))}")
-    return precision
-
-
-def _seed(given: int | None) -> int | None:
-    # numpy's seeds are the narrowest: 32 bits
-    if given is None or (isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 2**32):
-        return given
-    raise ConfigurationError(f"seed={given!r}; give an integer from 0 to 2**32 - 1, or None to leave the generators alone")
-
-
-def _microbatches(given: int) -> int:
-    if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
-        return given
-    raise ConfigurationError(f"microbatches={given!r}; give into how many parts to cut a batch, 1 or more")
 
 
 def _seed_everything(seed: int) -> None:

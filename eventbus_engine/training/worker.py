@@ -29,7 +29,7 @@ Ts = TypeVarTuple("Ts")
 class Worker(Protocol):
     """What runs the computations of a trainer."""
 
-    async def run(self, function: Callable[[Unpack[Ts]], T], *args: Unpack[Ts]) -> T:
+    async def run(self, function: Callable[[Unpack[Ts]], T], *args: *Ts) -> T:
         """Call `function(*args)` under a copy of the caller's context variables and return what it returns."""
         ...
 
@@ -44,7 +44,7 @@ class InlineWorker:
     def __init__(self) -> None:
         self._closed = False
 
-    async def run(self, function: Callable[[Unpack[Ts]], T], *args: Unpack[Ts]) -> T:
+    async def run(self, function: Callable[[Unpack[Ts]], T], *args: *Ts) -> T:
         """Call `function(*args)` here and now, under a copy of the caller's context variables.
 
         Raises:
@@ -70,7 +70,7 @@ class ComputeWorker:
         self._closed = False
         self._lock = threading.Lock()
 
-    async def run(self, function: Callable[[Unpack[Ts]], T], *args: Unpack[Ts]) -> T:
+    async def run(self, function: Callable[[Unpack[Ts]], T], *args: *Ts) -> T:
         """Call `function(*args)` on the thread, under a copy of the caller's context variables.
 
         Called on the worker's own thread it runs inline, as there is nobody else to do it.
@@ -166,16 +166,14 @@ class _Job(Generic[T]):
                 interruption = error
                 if self.claim():
                     raise
-        error, self._error = self._error, None
-        if error is not None:
-            # The traceback holds this frame and, through it, the error again: cut that circle, or a failed step
+        failure, self._error = self._error or interruption, None
+        if failure is not None:
+            # The traceback holds this frame and, through it, the failure again: cut that circle, or a failed step
             # keeps its tensors until the garbage collector happens to come by.
             try:
-                raise error
+                raise failure
             finally:
-                del error, interruption
-        if interruption is not None:
-            raise interruption
+                del failure, interruption
         return self._result
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -257,7 +257,7 @@ def _shrink(inputs: torch.Tensor, scale_factor: float) -> torch.Tensor:
 
 
 @contextmanager
-def _eval_mode(model: object) -> Iterator[None]:
+def _eval_mode(model: object) -> Generator[None]:
     """Put a module into eval mode, and every submodule back into the mode it was in."""
     modes = [(m, m.training) for m in model.modules()] if isinstance(model, nn.Module) else []
     for module, _ in modes:

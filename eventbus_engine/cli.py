@@ -1,0 +1,125 @@
+"""The command line: `eventbus-engine …`, or `python -m eventbus_engine …`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from eventbus_engine.errors import ConfigurationError
+
+__all__ = ["main"]
+
+_EXTRAS = ("httpx", "numpy", "rich", "sklearn", "torch")
+"""What the demo imports and a plain installation does not have."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: by default those of the process.
+
+    Returns:
+        The exit code: 0 for success, 1 if the command failed, 2 if it was asked for something it cannot do, 130 after
+        Ctrl-C.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] | None = getattr(options, "command", None)
+    if command is None:
+        parser.print_help()
+        return 2
+    try:
+        return command(options)
+    except ConfigurationError as error:
+        print(f"eventbus-engine: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # before a command could see to it itself
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="eventbus-engine",
+        description="An event bus for training loops and data pipelines, with ordered algorithms and traces.",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    demo = commands.add_parser(
+        "demo",
+        help="train a small CNN on handwritten digits, with everything switched on",
+        description=(
+            "Train a small CNN on scikit-learn's handwritten digits with four algorithms, a progress bar and an async "
+            "callback that posts every batch to an HTTP server; write metrics and spans as JSON lines, and report what "
+            "happened. Spans also go to OTEL_EXPORTER_OTLP_ENDPOINT, if that is set."
+        ),
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    demo.add_argument("--epochs", type=_positive, default=10, help="how long to train")
+    demo.add_argument("--seed", type=_seed, default=17, help="of everything random in the run")
+    demo.add_argument("--target", type=_fraction, default=0.95, help="held-out accuracy to reach for exit code 0")
+    demo.add_argument("--backend", choices=("asyncio", "trio"), default="asyncio", help="the event loop")
+    demo.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where the directory of the run is made")
+    demo.add_argument("--run-name", help="its name; the time and a few letters if not given")
+    demo.add_argument("--no-progress", action="store_true", help="draw no progress bar")
+    demo.set_defaults(command=_demo)
+    return parser
+
+
+def _demo(options: argparse.Namespace) -> int:
+    if missing := [name for name in _EXTRAS if find_spec(name) is None]:
+        print(
+            f'eventbus-engine: the demo needs {", ".join(missing)}; install them with pip install "eventbus-engine[demo]"',
+            file=sys.stderr,
+        )
+        return 2
+    if find_spec(options.backend) is None:
+        print(f"eventbus-engine: --backend {options.backend} needs pip install {options.backend}", file=sys.stderr)
+        return 2
+    # Torch and scikit-learn take seconds to import, which is for this command alone to pay.
+    from eventbus_engine.demo.run import Options, run_demo
+
+    return run_demo(
+        Options(
+            epochs=options.epochs,
+            seed=options.seed,
+            target=options.target,
+            backend=options.backend,
+            runs_dir=options.runs_dir,
+            run_name=options.run_name,
+            progress=not options.no_progress,
+        ),
+        print,
+    )
+
+
+def _version() -> str:
+    try:
+        return metadata.version("eventbus-engine")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _positive(text: str) -> int:
+    return _in_range(int(text), 1, float("inf"), "a whole number from 1")
+
+
+def _seed(text: str) -> int:
+    return _in_range(int(text), 0, 2**32 - 1, "a whole number from 0 to 2**32 - 1")
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is no fraction from 0 to 1")
+    return value
+
+
+def _in_range(value: int, low: int, high: float, described: str) -> int:
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{value} is not {described}")
+    return value

@@ -1,0 +1,114 @@
+"""The checks of the trainer's arguments: each returns what the trainer works with, or says what would have fitted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from eventbus_engine.errors import ConfigurationError
+from eventbus_engine.logger import is_destination
+from eventbus_engine.time import Time, TimeUnit
+from eventbus_engine.training.state import PRECISIONS, Precision
+
+DURATION_UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN)
+INTERVAL_UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH)
+
+
+def listed(given: Any) -> list[Any]:
+    """One or several, as Composer takes them."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def check_duration(name: str, value: Any, units: tuple[TimeUnit, ...]) -> Time:
+    """A duration of more than nothing in one of `units`; a number counts epochs.
+
+    Raises:
+        TimeFormatError: it does not parse.
+        ConfigurationError: it does not fit.
+    """
+    duration = Time.from_input(value, TimeUnit.EPOCH)
+    if duration.unit not in units:
+        raise ConfigurationError(f"{name} is {duration}; give it in {', '.join(units)}, for example '3{units[0]}'")
+    if duration.value <= 0:
+        raise ConfigurationError(f"{name} is {duration}; give more than that, for example '3{units[0]}'")
+    return duration
+
+
+def check_optimizers(given: Any) -> list[torch.optim.Optimizer]:
+    """One or several optimizers."""
+    optimizers = listed(given)
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigurationError(
+                f"{optimizer!r} is no optimizer; give instances, such as torch.optim.SGD(model.parameters(), lr=0.1)"
+            )
+    return optimizers
+
+
+def check_schedulers(given: Any) -> list[Any]:
+    """One or several objects with a `step()`."""
+    schedulers = listed(given)
+    for scheduler in schedulers:
+        if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
+            raise ConfigurationError(
+                f"{scheduler!r} is no scheduler; give instances of one of torch.optim.lr_scheduler's"
+            )
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise ConfigurationError(
+                "ReduceLROnPlateau needs a metric to step by, which the loop does not choose for you; step it in a "
+                "callback's eval_end, from state.metrics"
+            )
+    return schedulers
+
+
+def check_loggers(given: Any) -> list[Any]:
+    """One or several destinations."""
+    loggers = listed(given)
+    for logger in loggers:
+        if isinstance(logger, type) or not is_destination(logger):
+            raise ConfigurationError(
+                f"{logger!r} takes no log records; give instances of LoggerDestination, and anything else as callbacks="
+            )
+    return loggers
+
+
+def check_device(given: Any, model: nn.Module) -> torch.device:
+    """The device, by default the one of the model's first parameter."""
+    if given is None:
+        parameter = next(model.parameters(), None)
+        return torch.device("cpu") if parameter is None else parameter.device
+    try:
+        return torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigurationError(f"device={given!r} is no device; give 'cpu', 'cuda', 'cuda:1', 'mps' …") from error
+
+
+def check_precision(given: Any) -> Precision:
+    """One of `PRECISIONS`, the first by default."""
+    for precision in PRECISIONS:
+        if given in (precision, None):
+            return precision
+    hint = ", as its loss would have to be scaled, which bfloat16 does not need" if given == "amp_fp16" else ""
+    raise ConfigurationError(f"precision={given!r} is not supported{hint}; use {' or '.join(map(repr, PRECISIONS))}")
+
+
+def check_seed(given: Any) -> int | None:
+    """A seed for every generator, or None."""
+    # numpy's seeds are the narrowest: 32 bits
+    if given is None or (isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 2**32):
+        return given
+    raise ConfigurationError(
+        f"seed={given!r} is no seed; give an integer from 0 to 2**32 - 1, or None to leave the generators alone"
+    )
+
+
+def check_microbatches(given: Any) -> int:
+    """A number of parts."""
+    if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
+        return given
+    raise ConfigurationError(f"microbatches={given!r}; give into how many parts to cut a batch, 1 or more")
