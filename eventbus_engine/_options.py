@@ -58,7 +58,7 @@ def check_call(function: Callable[..., Any], arguments: str, described: str) -> 
     Raises:
         HandlerTypeError: naming the function and the arguments it has to take.
     """
-    if not accepts(function, arguments.count(",") + 1):
+    if not accepts(function, len(arguments.split(", ")) if arguments else 0):
         raise HandlerTypeError(f"{described} has to take ({arguments})")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise HandlerTypeError(f"{described} is a generator, so that calling it would run nothing; take out its yield")

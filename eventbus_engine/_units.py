@@ -46,7 +46,9 @@ _CLOCK = re.compile(r"(?=\d)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII | re.IG
 
 
 def read_timestring(text: str) -> tuple[float, TimeUnit] | None:
-    """The number and the unit of `"10ba"`; None if the string is no such thing."""
+    """The number and the unit of `"10ba"`, or the seconds of `"1h30m"`; None if the string is no such thing."""
+    if (seconds := read_clock(text)) is not None:
+        return seconds, TimeUnit.SECOND
     if not (match := _TIMESTRING.fullmatch(text.strip())):
         return None
     try:
@@ -86,7 +88,7 @@ def check_value(value: Any, unit: TimeUnit) -> float:
     except (AttributeError, OverflowError, TypeError):
         pass
     kind = "finite number" if unit is TimeUnit.DURATION else "whole number"
-    raise TimeFormatError(f"{value!r} is no amount of time in {unit.name.lower()}s; it takes a {kind}")
+    raise TimeFormatError(f"{value!r} is no amount of time in {unit.value!r} ({unit.name}); it takes a {kind}")
 
 
 def cut_value(value: float, unit: TimeUnit) -> float:

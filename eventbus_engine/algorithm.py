@@ -7,14 +7,15 @@ from typing import Any, Generic, Literal, TypeAlias
 
 from typing_extensions import TypeVar
 
-from eventbus_engine._options import accepts, function_name, is_async_callable, name_of
+from eventbus_engine._options import check_call, function_name, is_async_callable, name_of, read_events, runs_on
 from eventbus_engine.errors import AsyncMatchError, HandlerTypeError
 from eventbus_engine.event import EventName
 
-__all__ = ["Algorithm", "AlgorithmFunction", "AlgorithmRef", "algorithm", "check_algorithm"]
+__all__ = ["Algorithm", "AlgorithmRef", "FunctionAlgorithm", "algorithm", "check_algorithm"]
 
 StateT = TypeVar("StateT", default=Any)
 EventT = TypeVar("EventT", bound=EventName, default=Any)
+ResultT = TypeVar("ResultT", default=Any)
 
 AlgorithmRef: TypeAlias = "type[Any] | str | Algorithm[Any, Any]"
 """How a constraint names another algorithm: its class, its name or class name, or the object itself."""
@@ -57,21 +58,19 @@ class Algorithm(Generic[StateT, EventT]):
         """Whether to run on this event, given the state. A plain function: it decides the order."""
         raise NotImplementedError(f"{type(self).__name__} has no match(event, state)")
 
-    def apply(self, event: EventT, state: StateT, logger: Any) -> int | None | Awaitable[int | None]:
+    def apply(self, event: EventT, state: StateT, logger: Any) -> int | Awaitable[int | None] | None:
         """Change the state in place. `def` or `async def`; the number it returns is the trace's exit code."""
         raise NotImplementedError(f"{type(self).__name__} has no apply(event, state, logger)")
 
 
-AlgorithmFunction: TypeAlias = Callable[[Any, Any, Any], Any]
-"""`(event, state, logger) -> int | None`, plain or async."""
+class FunctionAlgorithm(Algorithm[StateT, EventT], Generic[StateT, EventT, ResultT]):
+    """The algorithm that `@algorithm` makes of a function, which stays callable as it was."""
 
-
-class _FunctionAlgorithm(Algorithm[Any, Any]):
-    """The algorithm that `@algorithm` makes of a function."""
-
-    def __init__(self, function: AlgorithmFunction, events: frozenset[Any], options: dict[str, Any]) -> None:
-        self._events = events
-        self.apply = function  # type: ignore[method-assign]
+    def __init__(
+        self, function: Callable[[EventT, StateT, Any], ResultT], events: frozenset[str], options: dict[str, Any]
+    ) -> None:
+        self.events = events
+        self.apply: Any = function
         self.__name__ = function_name(function)
         self.__doc__ = function.__doc__
         self.__wrapped__ = function
@@ -79,26 +78,39 @@ class _FunctionAlgorithm(Algorithm[Any, Any]):
         for option, value in options.items():
             setattr(self, option, value)
 
-    def match(self, event: EventName, state: Any) -> bool:
+    def match(self, event: EventT, state: StateT) -> bool:
         """Run on the events given to the decorator, or on all of them if none was."""
-        return not self._events or event in self._events
+        return runs_on(self.events, event)
 
-    def __call__(self, event: EventName, state: Any, logger: Any) -> Any:
-        """The decorated function stays callable as it was."""
-        return self.apply(event, state, logger)
+    def __call__(self, event: EventT, state: StateT, logger: Any) -> ResultT:
+        """Call the function."""
+        result: ResultT = self.apply(event, state, logger)
+        return result
 
     def __repr__(self) -> str:
         return f"<algorithm {self.name}>"
 
 
-_OPTIONS = ("name", "run_before", "run_after", "around", "conflicts_with", "pin", "timeout")
+_OPTIONS = (
+    "name",
+    "run_before",
+    "run_after",
+    "around",
+    "conflicts_with",
+    "pin",
+    "timeout",
+    "find_unused_parameters",
+    "backwards_create_graph",
+)
 
 
-def algorithm(*events: EventName | str, **options: Any) -> Callable[[AlgorithmFunction], Algorithm[Any, Any]]:
+def algorithm(
+    *events: EventName | str, **options: Any
+) -> Callable[[Callable[[EventT, StateT, Any], ResultT]], FunctionAlgorithm[StateT, EventT, ResultT]]:
     """Make an algorithm of a function `(event, state, logger)`, plain or async.
 
     Args:
-        *events: when to run: members of a vocabulary, or their values; none means always.
+        *events: when to run: members of a vocabulary, their values or their names; none means always.
         **options: the options of `Algorithm`, by name.
 
     Raises:
@@ -107,14 +119,15 @@ def algorithm(*events: EventName | str, **options: Any) -> Callable[[AlgorithmFu
     unknown = sorted(set(options) - set(_OPTIONS))
     if unknown:
         raise HandlerTypeError(f"@algorithm has no option {unknown[0]!r}; it takes {', '.join(_OPTIONS)}")
-    if any(not isinstance(event, str) for event in events):
-        raise HandlerTypeError("@algorithm takes events: write @algorithm() over a function that runs on all of them")
+    wanted = read_events(events, "@algorithm")
 
-    def decorate(function: AlgorithmFunction) -> Algorithm[Any, Any]:
-        if not callable(function) or not accepts(function, 3):
+    def decorate(
+        function: Callable[[EventT, StateT, Any], ResultT],
+    ) -> FunctionAlgorithm[StateT, EventT, ResultT]:
+        if not callable(function):
             raise HandlerTypeError(f"@algorithm needs a function (event, state, logger), got {function!r}")
-        values = frozenset(e if isinstance(e, EventName) else e.lower() for e in events)
-        return _FunctionAlgorithm(function, values, options)
+        check_call(function, "event, state, logger", f"@algorithm function {function_name(function)}")
+        return FunctionAlgorithm(function, wanted, options)
 
     return decorate
 
@@ -128,15 +141,16 @@ def check_algorithm(candidate: object) -> None:
     """
     name = name_of(candidate)
     if isinstance(candidate, type):
-        raise HandlerTypeError(f"{candidate.__name__} is a class, not an algorithm; pass an instance: {candidate.__name__}()")
-    for method, count, arguments in (("match", 2, "event, state"), ("apply", 3, "event, state, logger")):
+        raise HandlerTypeError(
+            f"{candidate.__name__} is a class, not an algorithm; pass an instance: {candidate.__name__}()"
+        )
+    for method, arguments in (("match", "event, state"), ("apply", "event, state, logger")):
         function = getattr(candidate, method, None)
         if not callable(function):
             raise HandlerTypeError(
                 f"{candidate!r} is no algorithm: it has no callable {method}({arguments}); derive it from Algorithm, "
                 f"or decorate a function with @algorithm(...)"
             )
-        if not accepts(function, count):
-            raise HandlerTypeError(f"{name}.{method} has to take ({arguments})")
+        check_call(function, arguments, f"{name}.{method}")
     if is_async_callable(candidate.match):  # type: ignore[attr-defined]
         raise AsyncMatchError(f"{name}.match is async; matching decides the order, so make it a plain function")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Hashable
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias
 
@@ -177,13 +178,12 @@ class EventBus:
             raise HandlerTypeError(f"{middleware!r} is no middleware; it has to be async (envelope, call_next) -> Traces")
         if any(known is middleware for known in self._middleware):
             raise ConfigurationError(f"{middleware!r} is in use on this bus already")
-        attach = getattr(middleware, "_attach", None)
-        if attach is not None:
+        if (attach := _attachment(middleware)) is not None:
             attach(self)
         self._middleware.append(middleware)
         entry: CallNext = self._terminal
         for one in reversed(self._middleware):
-            entry = _Link(one, entry)
+            entry = _ForeignLink(one, entry) if _attachment(one) is None else _Link(one, entry)
         self._entry = entry
 
     def subscribe(
@@ -262,17 +262,16 @@ class EventBus:
         envelope = Envelope(event, payload, state, key)
         lane = _lane_of(key) if key is not None else id(state) if state is not None else None
         dispatch = Dispatch(envelope, _current.get(), lane, self._lanes)
-        holds = lane is not None and not self._lanes.nests(dispatch)
-        if holds:
+        if lane is not None:
             await self._lanes.enter(dispatch)
         token = _current.set(dispatch)
         try:
             return await self._entry(envelope)
         finally:
             dispatch.running = False
-            _current.reset(token)
-            if holds:
+            if lane is not None:
                 self._lanes.leave(dispatch)
+            _current.reset(token)
 
     async def expect(self, event: EventName | str, timeout: float = math.inf) -> Envelope:
         """Wait for the next such event, for tests.
@@ -308,7 +307,12 @@ class EventBus:
             # By identity: members of two vocabularies may share a value.
             if subscription.events and not any(event is envelope.event for event in subscription.events):
                 continue
-            if subscription.when is not None and not subscription.when(envelope):
+            try:
+                if subscription.when is not None and not subscription.when(envelope):
+                    continue
+            except Exception as error:
+                # The subscriber's own failure, to be raised at its place in the order.
+                found.append(Handler(subscription.handler.name, partial(_raise, error), ENVELOPE, is_async=False))
                 continue
             if subscription.once:
                 subscription.cancel()
@@ -324,6 +328,15 @@ def _lane_of(key: Hashable) -> Hashable:
     return ("key", key)
 
 
+def _raise(error: Exception, _: Envelope) -> None:
+    raise error
+
+
+def _attachment(middleware: Middleware) -> Callable[[EventBus], None] | None:
+    """How to tell a middleware of ours, an Engine, where it stands. Asked of the class: a Mock would make one up."""
+    return middleware._attach if hasattr(type(middleware), "_attach") else None  # type: ignore[attr-defined, no-any-return]
+
+
 class _Link:
     """One middleware and the rest of the chain behind it."""
 
@@ -335,6 +348,25 @@ class _Link:
 
     def __call__(self, envelope: Envelope) -> Awaitable[Traces]:
         return self._middleware(envelope, self._rest)
+
+
+class _ForeignLink(_Link):
+    """A middleware that is none of ours: it may await anything, and forget to return."""
+
+    __slots__ = ()
+
+    async def __call__(self, envelope: Envelope) -> Traces:
+        dispatch = current_dispatch()
+        assert dispatch is not None  # noqa: S101 -- only `publish` calls the chain
+        await dispatch.enter_task()
+        result = self._middleware(envelope, self._rest)
+        traces = await result if isinstance(result, Awaitable) else result
+        if not isinstance(traces, dict):
+            raise HandlerTypeError(
+                f"middleware {function_name(self._middleware)} returned {type(traces).__name__}; make it async and let "
+                f"it return the Traces that call_next gave it, or {{}} if it did not call it"
+            )
+        return traces
 
 
 class _Terminal:

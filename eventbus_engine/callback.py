@@ -6,17 +6,30 @@ import difflib
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Generic, Literal, TypeAlias
+from typing import Any, Generic, Literal, TypeAlias, cast
 
 from typing_extensions import TypeVar
 
-from eventbus_engine._options import MISSING, accepts, function_name, name_of, read_option
+from eventbus_engine._options import (
+    MISSING,
+    accepts,
+    check_call,
+    function_name,
+    name_of,
+    own_method,
+    read_events,
+    read_option,
+    runs_on,
+)
 from eventbus_engine.errors import HandlerTypeError
 from eventbus_engine.event import RESERVED_VALUES, EventName
 
 __all__ = ["Callback", "HookNameWarning", "background", "bind_hook", "callback", "check_callback", "has_lifetime"]
 
 StateT = TypeVar("StateT", default=Any)
+EventT = TypeVar("EventT", bound=EventName, default=Any)
+ResultT = TypeVar("ResultT", default=Any)
+CallbackT = TypeVar("CallbackT")
 
 Delivery: TypeAlias = Literal["inline", "background"]
 OnError: TypeAlias = Literal["raise", "log", "quarantine"]
@@ -63,7 +76,7 @@ class Callback(Generic[StateT]):
     def run_event(self, event: EventName, state: StateT, logger: Any) -> Any:
         """Call the hook of this event, if there is one. Override it to take every event in one place."""
         hook = getattr(self, event.value, None)
-        return hook(state, logger) if hook is not None else None
+        return hook(state, logger) if callable(hook) else None
 
     def open(self, state: StateT, logger: Any) -> Any:
         """Acquire what the hooks need. Called once, before the first event. `def` or `async def`."""
@@ -75,16 +88,14 @@ class Callback(Generic[StateT]):
         """Clean up after every callback has closed. Called only if `close` did not raise. `def` or `async def`."""
 
 
-CallbackFunction: TypeAlias = Callable[[Any, Any, Any], Any]
-"""`(event, state, logger) -> None`, plain or async."""
+class FunctionCallback(Callback[StateT], Generic[StateT, EventT, ResultT]):
+    """The callback that `@callback` makes of a function, which stays callable as it was."""
 
-
-class _FunctionCallback(Callback[Any]):
-    """The callback that `@callback` makes of a function."""
-
-    def __init__(self, function: CallbackFunction, events: frozenset[str], options: Mapping[str, Any]) -> None:
-        self._events = events
-        self.run_event = function  # type: ignore[method-assign]
+    def __init__(
+        self, function: Callable[[EventT, StateT, Any], ResultT], events: frozenset[str], options: Mapping[str, Any]
+    ) -> None:
+        self.events = events
+        self.run_event: Any = function
         self.__name__ = function_name(function)
         self.__doc__ = function.__doc__
         self.__wrapped__ = function
@@ -92,24 +103,34 @@ class _FunctionCallback(Callback[Any]):
         for option, value in options.items():
             setattr(self, option, value)
 
-    def __call__(self, event: EventName, state: Any, logger: Any) -> Any:
-        """The decorated function stays callable as it was."""
-        return self.run_event(event, state, logger)
+    def __call__(self, event: EventT, state: StateT, logger: Any) -> ResultT:
+        """Call the function."""
+        result: ResultT = self.run_event(event, state, logger)
+        return result
 
     def __repr__(self) -> str:
         return f"<callback {self.name}>"
 
 
-class _WithOptions(Callback[Any]):
-    """Another callback under other options; its hooks, lifetime and class are the original's."""
+class _WithOptions:
+    """Another callback under other options; its hooks, its lifetime and its class are the original's."""
 
     def __init__(self, wrapped: Any, options: Mapping[str, Any]) -> None:
         self.__wrapped__ = wrapped
-        self.name = name_of(wrapped)
-        for option in OPTIONS[1:]:
-            setattr(self, option, read_option(wrapped, option, getattr(Callback, option)))
-        for option, value in options.items():
-            setattr(self, option, value)
+        for option in OPTIONS:
+            value = options.get(option, read_option(wrapped, option, MISSING))
+            if value is not MISSING:
+                setattr(self, option, value)
+        self.name = options.get("name") or name_of(wrapped)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return type(self.__wrapped__)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__wrapped__, name)
 
     def __repr__(self) -> str:
         return repr(self.__wrapped__)
@@ -124,30 +145,31 @@ def _check_options(options: Mapping[str, Any], where: str) -> None:
             raise HandlerTypeError(f"{where} has no option {option!r}; it takes {', '.join(OPTIONS)}")
 
 
-def callback(*events: EventName | str, **options: Any) -> Callable[[CallbackFunction], Callback[Any]]:
+def callback(
+    *events: EventName | str, **options: Any
+) -> Callable[[Callable[[EventT, StateT, Any], ResultT]], FunctionCallback[StateT, EventT, ResultT]]:
     """Make a callback of a function `(event, state, logger)`, plain or async.
 
     Args:
-        *events: when to run: members of a vocabulary, or their values; none means always.
+        *events: when to run: members of a vocabulary, their values or their names; none means always.
         **options: the options of `Callback`, by name.
 
     Raises:
         HandlerTypeError: if the function cannot take three positional arguments, or an option is unknown.
     """
     _check_options(options, "@callback")
-    if any(not isinstance(event, str) for event in events):
-        raise HandlerTypeError("@callback takes events: write @callback() over a function that wants all of them")
+    wanted = read_events(events, "@callback")
 
-    def decorate(function: CallbackFunction) -> Callback[Any]:
-        if not callable(function) or not accepts(function, 3):
+    def decorate(function: Callable[[EventT, StateT, Any], ResultT]) -> FunctionCallback[StateT, EventT, ResultT]:
+        if not callable(function):
             raise HandlerTypeError(f"@callback needs a function (event, state, logger), got {function!r}")
-        values = frozenset(e if isinstance(e, EventName) else e.lower() for e in events)
-        return _FunctionCallback(function, values, options)
+        check_call(function, "event, state, logger", f"@callback function {function_name(function)}")
+        return FunctionCallback(function, wanted, options)
 
     return decorate
 
 
-def background(callback: Any, **options: Any) -> Callback[Any]:
+def background(callback: CallbackT, **options: Any) -> CallbackT:
     """The same callback delivered in the background, with other options, its class untouched.
 
     Args:
@@ -159,7 +181,7 @@ def background(callback: Any, **options: Any) -> Callback[Any]:
     """
     _check_options(options, "background()")
     check_callback(callback)
-    return _WithOptions(callback, {"delivery": "background", **options})
+    return cast("CallbackT", _WithOptions(callback, {"delivery": "background", **options}))
 
 
 def unwrap(candidate: Any) -> Any:
@@ -175,10 +197,10 @@ def bind_hook(candidate: Any, event: EventName) -> tuple[Callable[..., Any], boo
     None where the callback does not care: an event without a hook has to cost nothing.
     """
     target = unwrap(candidate)
-    if isinstance(target, _FunctionCallback):
-        return (target.run_event, True) if not target._events or event in target._events else None
-    takes_all = getattr(target, "run_event", None)
-    if callable(takes_all) and getattr(type(target), "run_event", MISSING) is not Callback.run_event:
+    if isinstance(target, FunctionCallback):
+        return (target.run_event, True) if runs_on(target.events, event) else None
+    takes_all = own_method(target, "run_event", Callback)
+    if takes_all is not None:
         return takes_all, True
     hook = getattr(target, event.value, None)
     return (hook, False) if callable(hook) else None
@@ -186,11 +208,7 @@ def bind_hook(candidate: Any, event: EventName) -> tuple[Callable[..., Any], boo
 
 def overrides(candidate: Any, method: str) -> Callable[..., Any] | None:
     """The bound `open`, `close` or `post_close` of a callback, None where it is missing or the base's."""
-    target = unwrap(candidate)
-    if getattr(type(target), method, MISSING) is getattr(Callback, method):
-        return None
-    bound = getattr(target, method, None)
-    return bound if callable(bound) else None
+    return own_method(unwrap(candidate), method, Callback)
 
 
 def has_lifetime(candidate: Any) -> bool:
@@ -202,10 +220,12 @@ def check_callback(candidate: Any) -> None:
     """Refuse what cannot run as a callback, before anything runs.
 
     Raises:
-        HandlerTypeError: a class, or an object without any method.
+        HandlerTypeError: a class, a bare function, or plain data.
     """
     if isinstance(candidate, type):
-        raise HandlerTypeError(f"{candidate.__name__} is a class, not a callback; pass an instance: {candidate.__name__}()")
+        raise HandlerTypeError(
+            f"{candidate.__name__} is a class, not a callback; pass an instance: {candidate.__name__}()"
+        )
     if inspect.isroutine(candidate):
         raise HandlerTypeError(
             f"{candidate!r} is a function, not a callback; decorate it with @callback(...), or subscribe it to the bus"
@@ -218,16 +238,20 @@ def check_hooks(candidate: Any, events: type[EventName]) -> None:
     """Check the hooks of a callback against a vocabulary: their signatures, and names that nearly match.
 
     Raises:
-        HandlerTypeError: a hook that cannot take `(state, logger)`.
+        HandlerTypeError: a hook that cannot take `(state, logger)`, or a `post_close` that needs arguments.
     """
     target = unwrap(candidate)
     name = name_of(candidate)
     for event in events:
         bound = bind_hook(target, event)
-        if bound is not None and not accepts(bound[0], 3 if bound[1] else 2):
-            arguments = "event, state, logger" if bound[1] else "state, logger"
-            hook = "run_event" if bound[1] else event.value
-            raise HandlerTypeError(f"{name}.{hook} has to take ({arguments})")
+        if bound is not None:
+            hook, takes_event = bound
+            arguments = "event, state, logger" if takes_event else "state, logger"
+            check_call(hook, arguments, f"{name}.{'run_event' if takes_event else event.value}")
+    for method, arguments in (("open", "state, logger"), ("close", "state, logger"), ("post_close", "")):
+        bound_method = overrides(target, method)
+        if bound_method is not None:
+            check_call(bound_method, arguments, f"{name}.{method}")
     for method, nearest in _near_misses(type(target), [event.value for event in events]):
         warnings.warn(
             f"{name}.{method} is no hook of {events.__name__}; did you mean {nearest}? "
@@ -239,10 +263,13 @@ def check_hooks(candidate: Any, events: type[EventName]) -> None:
 
 def _near_misses(cls: type, values: Iterable[str]) -> Iterable[tuple[str, str]]:
     """Public methods that look like hooks but are none. A near miss shares all but a letter or two with an event."""
-    known = {*values} | RESERVED_VALUES | {"load_state_dict"}
+    hooks = list(values)
+    known = {*hooks, *RESERVED_VALUES, "load_state_dict"}
     for method in dir(cls):
-        if method.startswith("_") or method in known or not inspect.isfunction(inspect.getattr_static(cls, method, None)):
+        if method.startswith("_") or method in known:
             continue
-        for nearest in difflib.get_close_matches(method.lower(), known - RESERVED_VALUES, n=1, cutoff=0.85):
+        if not inspect.isfunction(inspect.getattr_static(cls, method, None)):
+            continue
+        for nearest in difflib.get_close_matches(method.lower(), hooks, n=1, cutoff=0.85):
             if accepts(getattr(cls, method), 3):
                 yield method, nearest

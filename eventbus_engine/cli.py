@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    demo.add_argument("--epochs", type=_positive, default=10, help="how long to train")
+    demo.add_argument("--epochs", type=_positive, default=15, help="how long to train")
     demo.add_argument("--seed", type=_seed, default=17, help="of everything random in the run")
     demo.add_argument("--target", type=_fraction, default=0.95, help="held-out accuracy to reach for exit code 0")
     demo.add_argument("--backend", choices=("asyncio", "trio"), default="asyncio", help="the event loop")
@@ -73,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
 def _demo(options: argparse.Namespace) -> int:
     if missing := [name for name in _EXTRAS if find_spec(name) is None]:
         print(
-            f'eventbus-engine: the demo needs {", ".join(missing)}; install them with pip install "eventbus-engine[demo]"',
+            f"eventbus-engine: the demo needs {', '.join(missing)}; "
+            'install what is missing with pip install "eventbus-engine[demo]"',
             file=sys.stderr,
         )
         return 2

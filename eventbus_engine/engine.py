@@ -14,7 +14,7 @@ from typing_extensions import TypeVar
 from eventbus_engine._options import read_option
 from eventbus_engine._steps import need_loop
 from eventbus_engine.bus import CallNext, Envelope, EventBus, current_dispatch
-from eventbus_engine.closing import CloseReport, close_participants
+from eventbus_engine.closing import CloseReport, close_participants, closing_engine
 from eventbus_engine.delivery import Delivery
 from eventbus_engine.errors import ConfigurationError, EngineClosedError
 from eventbus_engine.event import Event, EventName, resolve_event
@@ -26,7 +26,7 @@ from eventbus_engine.participants import AlgorithmEntry, Participants
 from eventbus_engine.passes import AlgorithmPass
 from eventbus_engine.plan import Order, PassesArgument, Plan, arrange, collect_passes, insert_pass
 from eventbus_engine.sequence import Offload, matches, run_algorithms
-from eventbus_engine.stages import merge_traces, run_callbacks, run_destinations
+from eventbus_engine.stages import merge_traces, run_callbacks
 from eventbus_engine.sync import SyncEngine
 from eventbus_engine.telemetry.spans import Activity, TracerSource
 from eventbus_engine.trace import Traces
@@ -81,9 +81,10 @@ class Engine(Generic[StateT]):
         self._remembered: dict[tuple[EventName, tuple[int, ...]], Order] = {}
         self._tracers = TracerSource(tracer_provider)
         self._active: set[Dispatch] = set()
-        self._idle: anyio.Event | None = None
-        self._opening: anyio.Event | None = None
+        self._opening: tuple[Dispatch, anyio.Event] | None = None
         self._close_timeout: float | None = None
+        self._closers: set[anyio.Event] = set()
+        self._closing: anyio.Event | None = None
         self._report: CloseReport | None = None
         self._delivery = Delivery()
         self._own_logger = logger is None
@@ -197,8 +198,9 @@ class Engine(Generic[StateT]):
         entries = self._current_participants().algorithms
         about = self.state if state is None else state
         matched = [entry for entry in entries if matches(entry, member, about)]
-        order = arrange(matched, member, self.algorithm_passes)
-        skipped = {entry.name: "not matched" for entry in entries if entry not in matched} | order.dropped
+        order = arrange(matched, member, self.algorithm_passes, entries)
+        out = [entry for entry in entries if entry not in matched and entry not in order.entries]
+        skipped = {entry.name: "not matched" for entry in out} | order.dropped
         names = tuple(entry.name for entry in order.entries)
         return Plan(member, tuple(entry.name for entry in matched), names, order.moves, skipped)
 
@@ -221,7 +223,7 @@ class Engine(Generic[StateT]):
         self._active.add(dispatch)
         error: BaseException | None = None
         try:
-            return await self._handle(occasion, envelope, call_next, span)
+            return await self._handle(dispatch, occasion, envelope, call_next, span)
         except BaseException as raised:
             error = raised
             raise
@@ -233,21 +235,23 @@ class Engine(Generic[StateT]):
                 await self._fall_idle()
 
     def _admit(self, dispatch: Dispatch) -> None:
-        """Refuse an event for a closed engine, but for those nested in what it still runs."""
-        if self.closed and not any(ancestor in self._active for ancestor in dispatch.ancestors()):
+        """Refuse an event for a closed engine. While it waits for what still runs, that may nest events."""
+        if not self.closed:
+            return
+        waiting = self._report is None and self._closing is None
+        if not (waiting and any(ancestor in self._active for ancestor in dispatch.ancestors())):
             what = "is closed" if self._report is not None else "is closing"
             raise EngineClosedError(
                 f"{dispatch.what.event.name} was published, but the engine {what}; publish before close(), or make a new Engine"
             )
 
     async def _handle(
-        self, occasion: Occasion, envelope: Envelope, call_next: CallNext, span: Activity | None
+        self, dispatch: Dispatch, occasion: Occasion, envelope: Envelope, call_next: CallNext, span: Activity | None
     ) -> Traces:
         participants = self._current_participants()
         if not participants.all_opened:
-            await self._open(participants, occasion)
+            await self._open(participants, occasion, dispatch)
         if occasion.event.value == "init":
-            await run_destinations(participants, occasion)
             others = await run_callbacks(participants, occasion, envelope, call_next, self._delivery)
             traces = await run_algorithms(participants.algorithms, self._arrange, occasion, span, self.offload)
         else:
@@ -258,37 +262,34 @@ class Engine(Generic[StateT]):
     def _arrange(self, matched: list[AlgorithmEntry], event: EventName) -> Order:
         """The order of these algorithms, from memory where every pass depends on nothing else."""
         if not all(getattr(algorithm_pass, "pure", False) is True for algorithm_pass in self.algorithm_passes):
-            return arrange(matched, event, self.algorithm_passes)
+            return arrange(matched, event, self.algorithm_passes, self._participants.algorithms)
         key = event, tuple(id(entry) for entry in matched)
         order = self._remembered.get(key)
         if order is None:
-            order = self._remembered[key] = arrange(matched, event, self.algorithm_passes)
+            order = arrange(matched, event, self.algorithm_passes, self._participants.algorithms)
+            self._remembered[key] = order
         return order
 
-    async def _open(self, participants: Participants, occasion: Occasion) -> None:
+    async def _open(self, participants: Participants, occasion: Occasion, dispatch: Dispatch) -> None:
         """Open the callbacks that have not been, all at once; events of other lanes wait for it."""
         while self._opening is not None:
-            await self._opening.wait()
-        entries = [entry for entry in participants.entries if not entry.opened]
-        for entry in entries:
+            opener, opened = self._opening
+            if opener in dispatch.ancestors():
+                return  # published by an `open`, so that waiting for it would be for ever
+            await opened.wait()
+        due = [entry for entry in participants.entries if not entry.opened and not entry.quarantined]
+        for entry in due:
             entry.claim(self)
-            if entry.delivery == "background":
-                entry.opened = True  # by its worker, before its first event: opening shall not slow the run either
-        entries = [entry for entry in entries if not entry.opened]
-        handlers = [handler for entry in entries if (handler := entry.lifetime_handler("open")) is not None]
+        handlers = [handler for entry in due if (handler := entry.opener()) is not None]
         failures: list[tuple[Handler, Exception]] = []
         if handlers:
-            self._opening = anyio.Event() if any(handler.is_async for handler in handlers) else None
+            self._opening = dispatch, anyio.Event()
             try:
-                failures = await run_fanout(handlers, occasion)
+                failures = await run_fanout(handlers, occasion.untraced())
             finally:
-                if self._opening is not None:
-                    self._opening.set()
-                    self._opening = None
-        failed = {id(handler.owner) for handler, _ in failures}
-        for entry in entries:
-            entry.opened = id(entry) not in failed
-        participants.all_opened = not failed
+                self._opening[1].set()
+                self._opening = None
+        participants.all_opened = not failures
         raise_failures(failures, occasion.event)
 
     # ------------------------------------------------------------------------------------------------------ closing
@@ -298,7 +299,7 @@ class Engine(Generic[StateT]):
 
         Exceptions of `close` and `post_close` are logged as errors and stand in the report; they are not raised.
         Called from inside one of its handlers, it marks the engine as closing and returns; the closing itself
-        happens once that event has been handled. Closing twice is no error.
+        happens once that event has been handled. Closing twice is no error. Cancellation waits until it is closed.
 
         Args:
             timeout: seconds for all of it.
@@ -308,38 +309,58 @@ class Engine(Generic[StateT]):
         """
         if self._close_timeout is None:
             self._close_timeout = timeout
-            if self._inside():
-                return CloseReport(pending=True)
-        elif self._report is not None or self._inside():
-            return self._report or CloseReport(pending=True)
+        if self._report is not None:
+            return self._report
+        if self._inside():
+            return CloseReport(pending=True)
         await need_loop()
-        deadline = anyio.current_time() + timeout
-        if self._active:
-            self._idle = self._idle or anyio.Event()
+        # It has its own deadline, and is never needed more than when the run has been cancelled.
+        with anyio.CancelScope(shield=True):
+            deadline = anyio.current_time() + timeout
+            await self._wait_for_active(timeout)
+            return await self._close_now(deadline)
+
+    async def _wait_for_active(self, timeout: float) -> None:
+        idle = anyio.Event()
+        if not self._active:
+            return
+        self._closers.add(idle)
+        try:
             with anyio.move_on_after(timeout):
-                await self._idle.wait()
-        return await self._close_now(deadline)
+                await idle.wait()
+        finally:
+            self._closers.discard(idle)
 
     async def _close_now(self, deadline: float) -> CloseReport:
+        while self._closing is not None:
+            await self._closing.wait()
         if self._report is None:
-            in_flight = tuple(sorted(dispatch.what.event.name for dispatch in self._active))
-            self._report = CloseReport(in_flight=in_flight)
-            self._report.undelivered |= await self._delivery.close(deadline)
-            await close_participants(self._report, self._participants.entries, self.state, self.logger, deadline)
+            self._closing = anyio.Event()
+            report = CloseReport(in_flight=tuple(sorted(dispatch.what.event.name for dispatch in self._active)))
+            entries = [*self._participants.entries, *self._participants.departed]
+            inside = closing_engine.set(self)
+            try:
+                await close_participants(self, report, entries, self._delivery, deadline)
+            finally:
+                closing_engine.reset(inside)
+                self._report = report
+                self._closing.set()
+                self._closing = None
         return self._report
 
     def _inside(self) -> bool:
-        """Whether the caller is a handler of an event this engine is running."""
+        """Whether the caller is a handler of an event this engine is running, or a `close` it is waiting for."""
         dispatch = current_dispatch()
-        return dispatch is not None and (
-            dispatch in self._active or any(ancestor in self._active for ancestor in dispatch.ancestors())
+        return closing_engine.get() is self or (
+            dispatch is not None
+            and (dispatch in self._active or any(ancestor in self._active for ancestor in dispatch.ancestors()))
         )
 
     async def _fall_idle(self) -> None:
         """The last event is done: whoever waits for that may close, or it was closed from inside and closes now."""
-        if self._idle is not None:
-            self._idle.set()
-        elif self._close_timeout is not None and self._report is None:
+        for idle in self._closers:
+            idle.set()
+        if self._close_timeout is not None and self._report is None and not self._closers:
             await need_loop()
             with anyio.CancelScope(shield=True):
                 await self._close_now(anyio.current_time() + self._close_timeout)
@@ -352,8 +373,6 @@ class Engine(Generic[StateT]):
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         try:
-            # Closing is bounded by its own deadline, and has to happen all the more when the run is cancelled.
-            with anyio.CancelScope(shield=True):
-                await self.close()
+            await self.close()
         finally:
             await self._delivery.__aexit__(kind, error, tb)

@@ -1,4 +1,6 @@
-"""The exception tree. Every error of this package derives from `EventBusError`, so one `except` catches them all.
+"""The exception tree.
+
+Every error of this package derives from `EventBusError`, so one `except` catches them all:
 
     EventBusError
     ├── ConfigurationError (ValueError)      something given to a constructor or a registration does not fit

@@ -192,14 +192,20 @@ def resolve_event(name: object, events: type[EventNameT]) -> EventNameT:
             return events(name)
         if name in events.__members__:
             return events[name]
-        lowered = name.lower()
-        nearest = [_KNOWN_AS[lowered]] if _KNOWN_AS.get(lowered) in events.__members__ else []
-        values = {member.value: member.name for member in events}
-        nearest += [values[close] for close in difflib.get_close_matches(lowered, values, n=3)]
-        hint = f"did you mean {' or '.join(nearest)}?" if nearest else f"it has {', '.join(values.values()) or 'no events'}"
+        nearest = _nearest(name.lower(), events)
+        known = ", ".join(events.__members__) or "no events"
+        hint = f"did you mean {' or '.join(nearest)}?" if nearest else f"it has {known}"
         raise UnknownEventError(f"{name!r} is no event of {events.__name__}; {hint}", nearest)
     what = f"{type(name).__name__}.{name.name}" if isinstance(name, EventName) else repr(name)
     raise UnknownEventError(
         f"{what} is no event of {events.__name__}; pass one of its members, or the engine that speaks the other "
         f"vocabulary: Engine(events={type(name).__name__ if isinstance(name, EventName) else '...'})"
     )
+
+
+def _nearest(lowered: str, events: type[EventName]) -> list[str]:
+    """The names of the members closest to a name in lower case, best first."""
+    if _KNOWN_AS.get(lowered) in events.__members__:
+        return [_KNOWN_AS[lowered]]
+    names = {member.value.lower(): member.name for member in events}
+    return [names[value] for value in difflib.get_close_matches(lowered, names, n=3)]

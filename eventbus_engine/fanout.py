@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from contextvars import Context, copy_context
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import anyio
+from anyio.abc import TaskGroup
 from opentelemetry.trace import Tracer
 
 from eventbus_engine._steps import need_loop, resume
@@ -20,10 +21,32 @@ if TYPE_CHECKING:
     from eventbus_engine.lanes import Dispatch
     from eventbus_engine.trace import Outcome
 
-__all__ = ["ENVELOPE", "EVENT", "HOOK", "Handler", "Occasion", "outcome_of", "raise_failures", "run_fanout"]
+__all__ = [
+    "ENVELOPE",
+    "EVENT",
+    "HOOK",
+    "Handler",
+    "Occasion",
+    "Owner",
+    "add_note",
+    "outcome_of",
+    "raise_failures",
+    "run_fanout",
+]
 
 HOOK, EVENT, ENVELOPE = range(3)
 """What a handler is called with: `(state, logger)`, `(event, state, logger)` or `(envelope)`."""
+
+
+class Owner(Protocol):
+    """Who a handler belongs to, and who hears how it went."""
+
+    def succeeded(self) -> None:
+        """It ran to its end."""
+
+    def settle(self, error: Exception, event: EventName) -> bool:
+        """It failed: True if the event fails for it, False if its owner has seen to that."""
+        ...
 
 
 class Handler:
@@ -35,12 +58,11 @@ class Handler:
         takes: HOOK, EVENT or ENVELOPE.
         is_async: whether it is known to be a coroutine function. A plain one that returns an awaitable after all is
             awaited all the same.
-        timeout: seconds, None for no limit.
-        owner: who decides about its failures: `settle(error, event)` says whether the event fails; None: it does.
-        chain: whether it is the rest of a middleware chain, whose callbacks have seen to their own failures.
+        timeout: seconds for what is awaited, None for no limit.
+        owner: who decides about its failures; None: the event fails.
     """
 
-    __slots__ = ("call", "chain", "is_async", "name", "owner", "takes", "timeout")
+    __slots__ = ("call", "is_async", "name", "owner", "takes", "timeout")
 
     def __init__(
         self,
@@ -50,8 +72,7 @@ class Handler:
         *,
         is_async: bool,
         timeout: float | None = None,
-        owner: Any = None,
-        chain: bool = False,
+        owner: Owner | None = None,
     ) -> None:
         self.name = name
         self.call = call
@@ -59,7 +80,6 @@ class Handler:
         self.is_async = is_async
         self.timeout = timeout
         self.owner = owner
-        self.chain = chain
 
 
 class Occasion:
@@ -76,42 +96,61 @@ class Occasion:
         self.tracer = tracer
         self.copies: dict[str, Any] = {}
 
+    def untraced(self) -> Occasion:
+        """The same without spans."""
+        return Occasion(self.arguments[ENVELOPE][0], *self.arguments[HOOK], self.dispatch)
+
     async def enter_task(self) -> None:
-        """Get ready for something asynchronous: an event loop, and a note of the task that handles the dispatch.
-
-        By that note, a dispatch that waits for itself can be told from one that does not.
-        """
-        await need_loop()
-        if self.dispatch is not None and self.dispatch.task_id is None:
-            self.dispatch.task_id = anyio.get_current_task().id
+        """Get ready for something asynchronous."""
+        if self.dispatch is not None:
+            await self.dispatch.enter_task()
+        else:
+            await need_loop()
 
 
-async def run_fanout(handlers: Sequence[Handler], occasion: Occasion) -> list[tuple[Handler, Exception]]:
+Rest: TypeAlias = Callable[[], Awaitable[None]]
+"""What runs beside the handlers in the caller's own task and context, from when the last of them has started."""
+
+
+async def run_fanout(
+    handlers: Sequence[Handler], occasion: Occasion, rest: Rest | None = None
+) -> list[tuple[Handler, Exception]]:
     """Run handlers, all of them whatever the others do, and return what failed, in the order given.
 
     Plain functions run in the caller's task and context, at their place in the order; every async one runs in a task
     of its own, whose context is a copy of the one at fan-out. Cancellation reaches all of them, and is waited for.
     """
-    return await _FanOut(handlers, occasion).run()
+    return await _FanOut(handlers, occasion, rest).run()
 
 
-def raise_failures(failures: Sequence[tuple[Handler, Exception]], event: EventName) -> None:
+def raise_failures(
+    failures: Sequence[tuple[Handler, Exception]], event: EventName, others: Sequence[Exception] = ()
+) -> None:
     """Raise the failures that count, once their owners have seen them.
 
+    Args:
+        failures: in registration order.
+        event: for the notes.
+        others: further ones that have been settled elsewhere.
+
     Raises:
-        CallbackErrors: in registration order.
+        CallbackErrors: in the order given.
     """
     counted: list[Exception] = []
     for handler, error in failures:
-        if handler.chain and isinstance(error, CallbackErrors):
-            counted.extend(error.exceptions)
-            continue
-        error.add_note(f"in callback {handler.name} on {event.name}")
+        add_note(error, f"in callback {handler.name} on {event.name}")
         if handler.owner is None or handler.owner.settle(error, event):
             counted.append(error)
+    counted += others
     if counted:
         names = "1 callback" if len(counted) == 1 else f"{len(counted)} callbacks"
         raise CallbackErrors(f"{names} failed on {event.name}", counted)
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an exception, unless its class is frozen."""
+    with suppress(AttributeError, TypeError):
+        error.add_note(note)
 
 
 def outcome_of(error: BaseException | None) -> Outcome:
@@ -123,55 +162,71 @@ def outcome_of(error: BaseException | None) -> Outcome:
     return "failed" if isinstance(error, Exception) and not isinstance(error, HandlerCancelledError) else "cancelled"
 
 
+Begun: TypeAlias = "tuple[Awaitable[Any], Activity | None]"
+"""What a plain function returned that has to be awaited, and its span."""
+
+
 class _FanOut:
-    def __init__(self, handlers: Sequence[Handler], occasion: Occasion) -> None:
+    def __init__(self, handlers: Sequence[Handler], occasion: Occasion, rest: Rest | None) -> None:
         self.handlers = handlers
         self.occasion = occasion
+        self.rest = rest
         self.errors: dict[int, Exception] = {}
         self.base: Context
-        self.group: Any
+        self.group: TaskGroup
 
     async def run(self) -> list[tuple[Handler, Exception]]:
-        handlers = self.handlers
-        if any(handler.is_async for handler in handlers):
-            await self.run_tasks(0, None)
-        else:
-            for i in range(len(handlers)):
-                surprise = self.call_plain(i)
-                if surprise is not None:
-                    await self.run_tasks(i, surprise)
-                    break
-        return [(handlers[i], self.errors[i]) for i in sorted(self.errors)]
-
-    async def run_tasks(self, i: int, awaitable: Awaitable[Any] | None) -> None:
-        """Run what is left from `i` on, which has returned `awaitable` already if that is not None."""
-        handlers, total = self.handlers, len(self.handlers)
-        await self.occasion.enter_task()
         self.base = copy_context()
-        async with anyio.create_task_group() as self.group:
-            while i < total:
-                if awaitable is None and not handlers[i].is_async:
-                    awaitable = self.call_plain(i)
-                    i += awaitable is None
-                    continue
-                end = i + 1
-                while awaitable is None and end < total and handlers[end].is_async:
-                    end += 1
-                # A plain function that follows has to start after them, and it runs here, not in a task.
-                started = anyio.Event() if end < total else None
-                self.start(i, end, awaitable, started)
-                if started is not None:
-                    await started.wait()
-                i, awaitable = end, None
+        i, begun = 0, None
+        while i < len(self.handlers) and not self.handlers[i].is_async and begun is None:
+            begun = self.call_plain(i)
+            i += begun is None
+        if i < len(self.handlers):
+            await self.run_tasks(i, begun)
+        elif self.rest is not None:
+            await self.rest()
+        return [(self.handlers[i], self.errors[i]) for i in sorted(self.errors)]
 
-    def start(self, i: int, end: int, awaitable: Awaitable[Any] | None, started: anyio.Event | None) -> None:
+    async def run_tasks(self, i: int, begun: Begun | None) -> None:
+        """Run what is left from `i` on, which has `begun` already if that is not None."""
+        await self.occasion.enter_task()
+        fatal: BaseException | None = None
+        try:
+            async with anyio.create_task_group() as self.group:
+                while i < len(self.handlers):
+                    if begun is None and not self.handlers[i].is_async:
+                        begun = self.call_plain(i)
+                        i += begun is None
+                    else:
+                        i, begun = await self.start_tasks(i, begun), None
+                if self.rest is not None:
+                    await self.rest()
+        except BaseExceptionGroup as group:
+            # What handlers raise is kept, not raised. So this is a KeyboardInterrupt, say, that a task group wraps.
+            fatal = _first_leaf(group)
+        if fatal is not None:
+            raise fatal
+
+    async def start_tasks(self, i: int, begun: Begun | None) -> int:
+        """Start the async handlers from `i` on; returns where they end."""
+        end, total = i + 1, len(self.handlers)
+        while begun is None and end < total and self.handlers[end].is_async:
+            end += 1
+        # What follows in this task has to start after them.
+        started = anyio.Event() if end < total or self.rest is not None else None
+        self.start(i, end, begun, started)
+        if started is not None:
+            await started.wait()
+        return end
+
+    def start(self, i: int, end: int, begun: Begun | None, started: anyio.Event | None) -> None:
         """Start handler `i` in a task; it starts the next one, up to `end`, as soon as it first suspends.
 
         Starting them all at once would leave the order to the event loop, and trio shuffles on purpose.
         """
-        self.base.copy().run(self.group.start_soon, self.run_task, i, end, awaitable, started)
+        self.base.copy().run(self.group.start_soon, self.run_task, i, end, begun, started)
 
-    def call_plain(self, i: int) -> Awaitable[Any] | None:
+    def call_plain(self, i: int) -> Begun | None:
         """Call a plain function here and now; returns what it returned if that has to be awaited."""
         handler = self.handlers[i]
         span = self.open_span(handler)
@@ -179,8 +234,11 @@ class _FanOut:
         try:
             result = handler.call(*self.occasion.arguments[handler.takes])
             if result is not None and isinstance(result, Awaitable):
-                return result
-            self.succeeded(handler)
+                begun, span = (result, span), None
+                if begun[1] is not None:
+                    begun[1].leave()
+                return begun
+            succeeded(handler)
             return None
         except Exception as raised:
             error = self.errors[i] = raised
@@ -192,12 +250,15 @@ class _FanOut:
             if span is not None:
                 span.end(outcome_of(error), error)
 
-    async def run_task(
-        self, i: int, end: int, awaitable: Awaitable[Any] | None, started: anyio.Event | None
-    ) -> None:
+    async def run_task(self, i: int, end: int, begun: Begun | None, started: anyio.Event | None) -> None:
         handler = self.handlers[i]
         baton = _Baton(self, i + 1, end, started)
-        span = self.open_span(handler)
+        if begun is None:
+            awaitable, span = None, self.open_span(handler)
+        else:
+            awaitable, span = begun
+            if span is not None:
+                span.enter()
         error: BaseException | None = None
         try:
             limit = nullcontext() if handler.timeout is None else anyio.move_on_after(handler.timeout)
@@ -206,7 +267,7 @@ class _FanOut:
                     awaitable = handler.call(*self.occasion.arguments[handler.takes])
                 await FirstStep(awaitable, baton.hand_on)
             if scope is None or not scope.cancelled_caught:
-                self.succeeded(handler)
+                succeeded(handler)
             else:
                 error = self.errors[i] = HandlerTimeoutError(
                     f"callback {handler.name} did not finish {self.occasion.event.name} within {handler.timeout:g} s"
@@ -226,17 +287,26 @@ class _FanOut:
                 span.end(outcome_of(error), error)
         baton.hand_on()
 
-    @staticmethod
-    def succeeded(handler: Handler) -> None:
-        if handler.owner is not None:
-            handler.owner.failures = 0
-
     def open_span(self, handler: Handler) -> Activity | None:
         tracer = self.occasion.tracer
-        if tracer is None or handler.chain:
+        if tracer is None:
             return None
         attributes = {"code.function.name": code_name(handler.call)}
         return Activity(tracer, f"callback {handler.name}", "callback", self.occasion.event, attributes)
+
+
+def succeeded(handler: Handler) -> None:
+    """Tell the owner, if there is one."""
+    if handler.owner is not None:
+        handler.owner.succeeded()
+
+
+def _first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first exception in a group that is no cancellation."""
+    found: BaseException = group.split(anyio.get_cancelled_exc_class())[1] or group
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    return found
 
 
 class _Baton:
@@ -282,5 +352,3 @@ class FirstStep:
 def _cancelled_from_outside() -> bool:
     """Whether a scope around this task is cancelled. A handler that only cancelled itself is in no such scope."""
     return anyio.current_effective_deadline() == -math.inf
-
-

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import anyio
 
-from eventbus_engine._steps import without_loop
+from eventbus_engine._steps import need_loop, without_loop
 from eventbus_engine.errors import DeadlockError, SyncUsageError
 
 __all__ = ["Dispatch", "Lanes"]
@@ -19,7 +19,7 @@ class Dispatch:
 
     Attributes:
         what: the envelope.
-        parent: the dispatch from whose context this one was published.
+        parent: the dispatch from whose context this one was published, itself or by way of others that are done.
         lane: the key of its lane, None for an event without one.
         lanes: the lanes of the bus it was published on.
         running: False once it has been handled; a task that outlives it no longer nests.
@@ -37,6 +37,14 @@ class Dispatch:
         self.running = True
         self.task_id: int | None = None
         self.blocked: set[Waiter] | None = None
+        # Forget those that are done: a task that publishes from a task that published from a task, and so on, would
+        # keep everything they ever handled.
+        if parent is not None:
+            child = self
+            for ancestor in self.ancestors():
+                child.parent = ancestor
+                child = ancestor
+            child.parent = None
 
     def ancestors(self) -> Iterator[Dispatch]:
         """The dispatches still running from whose context this one was published, innermost first."""
@@ -45,6 +53,15 @@ class Dispatch:
             if dispatch.running:
                 yield dispatch
             dispatch = dispatch.parent
+
+    async def enter_task(self) -> None:
+        """Get ready for something asynchronous: an event loop, and a note of the task that handles the dispatch.
+
+        By that note, a dispatch that waits for itself can be told from one that does not.
+        """
+        await need_loop()
+        if self.task_id is None:
+            self.task_id = anyio.get_current_task().id
 
 
 class Waiter:
@@ -61,12 +78,18 @@ class Waiter:
 
 
 class Lane:
-    """Who is being handled on a lane, and who waits for it in order. It exists only while it is in use."""
+    """Who is being handled on a lane, and who waits for it in order. It exists only while it is in use.
 
-    __slots__ = ("holder", "waiters")
+    Attributes:
+        running: the dispatch at its front, and those nested in it. One that was nested from a task outlives the
+            front, and the lane stays theirs until all of them are done.
+        waiters: those whose turn is to come.
+    """
 
-    def __init__(self, holder: Dispatch) -> None:
-        self.holder = holder
+    __slots__ = ("running", "waiters")
+
+    def __init__(self, front: Dispatch) -> None:
+        self.running = {front}
         # An ordered dict, because leaving from the middle has to be as cheap as from the front: a storm of
         # cancellations over a long queue would be quadratic otherwise.
         self.waiters: OrderedDict[Waiter, None] = OrderedDict()
@@ -81,30 +104,33 @@ class Lanes:
     def __len__(self) -> int:
         return len(self._lanes)
 
-    def nests(self, dispatch: Dispatch) -> bool:
-        """Whether the dispatch was published from a dispatch still running on the same lane of this bus."""
-        return any(d.lanes is self and d.lane == dispatch.lane for d in dispatch.ancestors())
-
     async def enter(self, dispatch: Dispatch) -> None:
-        """Take the lane, or wait for it behind those that came before.
+        """Take the lane, at once if the dispatch is nested in one that has it, or wait behind those that came before.
 
         Raises:
-            DeadlockError: if whoever holds the lane waits, however indirectly, for this dispatch to finish.
+            DeadlockError: if whoever has the lane waits, however indirectly, for this dispatch to finish.
         """
         lane = self._lanes.get(dispatch.lane)
         if lane is None:
             self._lanes[dispatch.lane] = Lane(dispatch)
+            return
+        ancestors = list(dispatch.ancestors())
+        if any(ancestor in lane.running for ancestor in ancestors):
+            lane.running.add(dispatch)
             return
         if without_loop.get():
             raise SyncUsageError(
                 f"{_describe(dispatch)} was published by engine.sync while an event of it is being handled on an event "
                 f"loop, which this call would block; await engine.run_event(...) there"
             )
-        waiter = Waiter(lane, dispatch, anyio.get_current_task().id)
-        lane.waiters[waiter] = None
-        ancestors = list(dispatch.ancestors())
+        await self._wait(Waiter(lane, dispatch, anyio.get_current_task().id), ancestors)
+
+    async def _wait(self, waiter: Waiter, ancestors: Sequence[Dispatch]) -> None:
+        waiters = waiter.lane.waiters
+        waiters[waiter] = None
         for ancestor in ancestors:
-            ancestor.blocked = ancestor.blocked or set()
+            if ancestor.blocked is None:
+                ancestor.blocked = set()
             ancestor.blocked.add(waiter)
         try:
             if ancestors:
@@ -112,9 +138,9 @@ class Lanes:
             await waiter.ready.wait()
         except BaseException:
             if waiter.granted:
-                self.leave(dispatch)
+                self.leave(waiter.dispatch)
             else:
-                del lane.waiters[waiter]
+                del waiters[waiter]
             raise
         finally:
             for ancestor in ancestors:
@@ -122,66 +148,80 @@ class Lanes:
                     ancestor.blocked.discard(waiter)
 
     def leave(self, dispatch: Dispatch) -> None:
-        """Hand the lane to the next in the queue; without one it vanishes."""
+        """Once all that ran on the lane are done, hand it to the next in the queue; without one it vanishes."""
         lane = self._lanes[dispatch.lane]
+        lane.running.remove(dispatch)
+        if lane.running:
+            return
         if lane.waiters:
             waiter, _ = lane.waiters.popitem(last=False)
-            lane.holder = waiter.dispatch
+            lane.running.add(waiter.dispatch)
             waiter.granted = True
             waiter.ready.set()
         else:
             del self._lanes[dispatch.lane]
 
 
-def _refuse_deadlock(waiter: Waiter, ancestors: list[Dispatch]) -> None:
-    """Raise if the holder of the lane waits for one of the dispatches that wait for `waiter`.
+HoldsUp: TypeAlias = Callable[[int, "int | None"], bool]
+"""Whether a task that waits holds up another: whether the other cannot end before it."""
+
+
+def _refuse_deadlock(waiter: Waiter, ancestors: Sequence[Dispatch]) -> None:
+    """Raise if whoever has the lane waits for one of the dispatches that wait for `waiter`.
 
     A wait counts only if the dispatch cannot end before it: a task that a handler sent off to a group of somebody
     else's, or without any group, holds nobody up.
     """
-    tasks = _TaskTree()
-    held_up = {id(d) for d in ancestors if tasks.descends(waiter.task_id, d.task_id)}
-    path = [waiter]
-    seen: set[int] = set()
+    # Thousands of tasks take their time to be read, so they are only if there is a cycle but for that question.
+    if _find_cycle(waiter, ancestors, lambda *_: True):
+        chain = _find_cycle(waiter, ancestors, _TaskTree().holds_up)
+        if chain:
+            raise DeadlockError(
+                f"these dispatches wait for each other and would never end: {'; '.join(chain)}. Publish the inner "
+                f"event without awaiting it in the handler, or give both states one key",
+                chain,
+            )
 
-    def search(holder: Dispatch) -> bool:
-        if id(holder) in held_up:
-            return True
-        if id(holder) in seen:
-            return False
-        seen.add(id(holder))
-        for blocked in holder.blocked or ():
-            if tasks.descends(blocked.task_id, holder.task_id):
-                path.append(blocked)
-                if search(blocked.lane.holder):
-                    return True
-                path.pop()
-        return False
 
-    if held_up and search(waiter.lane.holder):
-        chain = [f"{_describe(step.dispatch)} waits for {_describe(step.lane.holder)}" for step in path]
-        raise DeadlockError(
-            f"these dispatches wait for each other and would never end: {'; '.join(chain)}. Publish the inner event "
-            f"without awaiting it in the handler, or give both states one key",
-            chain,
-        )
+def _find_cycle(waiter: Waiter, ancestors: Sequence[Dispatch], holds_up: HoldsUp) -> list[str]:
+    """Follow who waits for whom from `waiter`, and say how it leads back to one of its ancestors, if it does."""
+    held_up = {ancestor for ancestor in ancestors if holds_up(waiter.task_id, ancestor.task_id)}
+    reached: dict[Dispatch, tuple[Waiter, Dispatch | None]] = {}
+    ahead: list[tuple[Waiter, Dispatch | None]] = [(waiter, None)]
+    while ahead:
+        wait, by_way_of = ahead.pop()
+        for dispatch in wait.lane.running:
+            if dispatch in reached:
+                continue
+            reached[dispatch] = wait, by_way_of
+            if dispatch in held_up:
+                return _chain(dispatch, reached)
+            ahead += [(b, dispatch) for b in dispatch.blocked or () if holds_up(b.task_id, dispatch.task_id)]
+    return []
+
+
+def _chain(end: Dispatch, reached: Mapping[Dispatch, tuple[Waiter, Dispatch | None]]) -> list[str]:
+    steps: list[str] = []
+    dispatch: Dispatch | None = end
+    while dispatch is not None:
+        wait, by_way_of = reached[dispatch]
+        steps.append(f"{_describe(wait.dispatch)} waits for {_describe(dispatch)}")
+        dispatch = by_way_of
+    return steps[::-1]
 
 
 class _TaskTree:
-    """Which tasks a task cannot end before, as far as task groups tell. Read only once somebody really waits."""
+    """Which tasks a task cannot end before, as far as task groups tell."""
 
     def __init__(self) -> None:
-        self._parents: dict[int, int | None] | None = None
+        self._parents = {task.id: task.parent_id for task in anyio.get_running_tasks()}
 
-    def descends(self, task_id: int | None, ancestor_id: int | None) -> bool:
+    def holds_up(self, task_id: int, ancestor_id: int | None) -> bool:
         """Whether a task is another one or was started in a task group of it, directly or not."""
-        if task_id == ancestor_id or ancestor_id is None:
-            return task_id == ancestor_id
-        if self._parents is None:
-            self._parents = {task.id: task.parent_id for task in anyio.get_running_tasks()}
-        while task_id is not None and task_id != ancestor_id:
-            task_id = self._parents.get(task_id)
-        return task_id == ancestor_id
+        task: int | None = task_id
+        while task is not None and task != ancestor_id:
+            task = self._parents.get(task)
+        return task is not None
 
 
 def _describe(dispatch: Dispatch) -> str:

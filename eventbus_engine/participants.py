@@ -5,12 +5,22 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from eventbus_engine._options import is_async_callable, name_of, read_choice, read_option, read_timeout
-from eventbus_engine.algorithm import check_algorithm
+from eventbus_engine._options import (
+    free_name,
+    is_async_callable,
+    name_of,
+    read_choice,
+    read_option,
+    read_timeout,
+    unique_names,
+)
+from eventbus_engine.algorithm import FunctionAlgorithm, check_algorithm
 from eventbus_engine.callback import (
+    Callback,
+    FunctionCallback,
     bind_hook,
     check_callback,
     check_hooks,
@@ -18,7 +28,7 @@ from eventbus_engine.callback import (
     overrides,
     unwrap,
 )
-from eventbus_engine.errors import CallbackInUseError, ConfigurationError
+from eventbus_engine.errors import CallbackInUseError, ConfigurationError, HandlerTypeError
 from eventbus_engine.event import EventName, resolve_event
 from eventbus_engine.fanout import EVENT, HOOK, Handler
 from eventbus_engine.logger import is_destination
@@ -123,7 +133,18 @@ class CallbackEntry:
         bound = overrides(self.callback, method)
         if bound is None:
             return None
-        return Handler(self.name, bound, HOOK, is_async=is_async_callable(bound), timeout=None, owner=self)
+        return Handler(self.name, bound, HOOK, is_async=is_async_callable(bound), timeout=None, owner=_Opening(self))
+
+    def opener(self) -> Handler | None:
+        """What there is to run before its first event; with nothing to run, it is open from here on."""
+        # A background callback is opened by its worker, before its first event: that shall not slow the run either.
+        handler = self.lifetime_handler("open") if self.delivery == "inline" else None
+        self.opened = handler is None
+        return handler
+
+    def succeeded(self) -> None:
+        """Note that it did not fail: only failures in a row count."""
+        self.failures = 0
 
     def settle(self, error: Exception, event: EventName) -> bool:
         """Decide about a failure: True if the event fails for it, False if it is logged here."""
@@ -158,9 +179,31 @@ class CallbackEntry:
             )
         _open_in[id(target)] = engine
 
-    def release(self) -> None:
-        """Note that the callback is closed."""
-        _open_in.pop(id(unwrap(self.callback)), None)
+    def closes_in(self, engine: Any) -> bool:
+        """Whether this engine is to close it: it has opened it, or nobody had to."""
+        holder = _open_in.get(id(unwrap(self.callback)), engine)
+        return self.opened or (holder is engine and overrides(self.callback, "open") is None)
+
+    def release(self, engine: Any) -> None:
+        """Note that the callback is closed, if it was open in this engine."""
+        self.opened = False
+        if _open_in.get(id(unwrap(self.callback))) is engine:
+            del _open_in[id(unwrap(self.callback))]
+
+
+class _Opening:
+    """The owner of a callback's `open`: once that has run to its end, the callback is open."""
+
+    __slots__ = ("_entry",)
+
+    def __init__(self, entry: CallbackEntry) -> None:
+        self._entry = entry
+
+    def succeeded(self) -> None:
+        self._entry.opened = True
+
+    def settle(self, error: Exception, event: EventName) -> bool:
+        return self._entry.settle(error, event)
 
 
 class Participants:
@@ -187,7 +230,7 @@ class Participants:
     ) -> None:
         self.seen_algorithms = tuple(algorithms)
         self.seen_callbacks = tuple(callbacks)
-        self.warned: set[tuple[str, str]] = before.warned if before is not None else set()
+        self.warned: set[frozenset[str]] = before.warned if before is not None else set()
         everybody = [*callbacks, *(d for d in destinations if not any(d is c for c in callbacks))]
         _refuse_twice("algorithm", algorithms)
         _refuse_twice("callback", callbacks)
@@ -196,16 +239,25 @@ class Participants:
         check_constraints(algorithms)
         for algorithm in algorithms:
             _check_events(algorithm, events)
-        known = {id(entry.callback): entry for entry in before.entries} if before is not None else {}
+        seen = [*before.entries, *before.departed] if before is not None else []
+        known = {id(entry.callback): entry for entry in seen}
         self.entries: list[CallbackEntry] = []
-        for callback, name in zip(everybody, unique_names(everybody), strict=True):
+        taken = {known[id(callback)].name for callback in everybody if id(callback) in known}
+        for callback in everybody:
             entry = known.get(id(callback))
             if entry is None:
                 check_callback(callback)
                 _check_events(callback, events)
                 check_hooks(callback, events)
-                entry = CallbackEntry(callback, name, is_destination(callback), events)
+                entry = CallbackEntry(callback, free_name(name_of(callback), taken), is_destination(callback), events)
+                if not (entry.hooks or entry.destination or isinstance(callback, Callback) or has_lifetime(callback)):
+                    raise HandlerTypeError(
+                        f"{callback!r} is no callback: it has no hook for any event of {events.__name__}; "
+                        f"name its methods like events, or derive it from Callback"
+                    )
             self.entries.append(entry)
+        # Who has left the run while open is still to be closed with it.
+        self.departed = [entry for entry in seen if entry.opened and entry not in self.entries]
         self.destinations = [entry for entry in self.entries if entry.destination and entry.delivery == "inline"]
         background = [entry for entry in self.entries if entry.delivery == "background"]
         inline = [entry for entry in self.entries if entry.delivery == "inline" and not entry.destination]
@@ -220,8 +272,8 @@ class Participants:
 
     def _warn_of_conflicts(self) -> None:
         for pair in find_conflicts(self.seen_algorithms):
-            if pair not in self.warned:
-                self.warned.add(pair)
+            if frozenset(pair) not in self.warned:
+                self.warned.add(frozenset(pair))
                 warnings.warn(
                     f"{pair[0]} conflicts with {pair[1]}, and both are registered; drop one of them",
                     ConflictWarning,
@@ -231,17 +283,6 @@ class Participants:
 
 def _hooks_of(entries: Sequence[CallbackEntry], event: EventName) -> list[Handler]:
     return [entry.hooks[event] for entry in entries if event in entry.hooks]
-
-
-def unique_names(participants: Iterable[Any]) -> list[str]:
-    """Their names in order, a second `mixup` being `mixup#2`."""
-    counts: dict[str, int] = {}
-    names = []
-    for participant in participants:
-        name = name_of(participant)
-        counts[name] = counts.get(name, 0) + 1
-        names.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
-    return names
 
 
 def plain_timeout(described: str, method: str) -> str:
@@ -257,19 +298,17 @@ def _same(seen: tuple[Any, ...], now: Sequence[Any]) -> bool:
 
 
 def _refuse_twice(kind: str, participants: Sequence[Any]) -> None:
+    targets = [unwrap(participant) for participant in participants]
     for i, participant in enumerate(participants):
-        if any(participant is other for other in participants[:i]):
+        if any(targets[i] is other for other in targets[:i]):
             raise ConfigurationError(f"{kind} {name_of(participant)} is registered twice; register another instance of it")
 
 
 def _check_events(participant: Any, events: type[EventName]) -> None:
     """The events named in a decorator have to be of the engine's vocabulary, or the function would never run."""
     target = unwrap(participant)
-    for event in read_option(target, "_events", ()) if _decorated(target) else ():
-        resolve_event(event, events)
-
-
-def _decorated(target: Any) -> bool:
-    return isinstance(read_option(target, "_events", None), frozenset) and hasattr(target, "__wrapped__")
+    if isinstance(target, FunctionAlgorithm | FunctionCallback):
+        for event in target.events:
+            resolve_event(event, events)
 
 

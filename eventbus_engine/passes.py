@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-from eventbus_engine._options import name_of, read_choice, read_option
+from eventbus_engine._options import name_of, read_choice, read_option, unique_names
 from eventbus_engine.algorithm import Algorithm
 from eventbus_engine.errors import ConfigurationError, CycleError
 from eventbus_engine.event import EventName
@@ -65,7 +65,7 @@ def is_a(candidate: object, cls: type[Any] | str) -> bool:
     of that name in other libraries as well.
     """
     if isinstance(cls, str):
-        return any(base.__name__ == cls for base in type(candidate).__mro__)
+        return any(base.__name__ == cls for base in candidate.__class__.__mro__)
     return isinstance(candidate, cls)
 
 
@@ -167,9 +167,9 @@ def predecessors(algorithms: Sequence[Any], *, way_out: bool) -> dict[int, set[i
     """Which positions have to come before which, by the constraints; empty where there are none."""
     before: dict[int, set[int]] = {}
     for i, algorithm in enumerate(algorithms):
-        later = [*read_references(algorithm, "run_before")]
-        earlier = [*read_references(algorithm, "run_after")]
-        (earlier if way_out else later).extend(read_references(algorithm, "around"))
+        around = read_references(algorithm, "around")
+        later = [*read_references(algorithm, "run_before"), *(() if way_out else around)]
+        earlier = [*read_references(algorithm, "run_after"), *(around if way_out else ())]
         for reference in later:
             for j in find(algorithms, reference, i):
                 before.setdefault(j, set()).add(i)
@@ -178,14 +178,19 @@ def predecessors(algorithms: Sequence[Any], *, way_out: bool) -> dict[int, set[i
     return {i: others for i, others in before.items() if others}
 
 
-def read_references(algorithm: object, option: str) -> Iterable[Any]:
+def read_references(algorithm: object, option: str) -> Collection[Any]:
     """An option that lists other algorithms, checked."""
     references = read_option(algorithm, option, ())
-    if isinstance(references, str) or not isinstance(references, Iterable):
+    if isinstance(references, str | bytes) or not isinstance(references, Collection):
         raise ConfigurationError(
             f"algorithm {name_of(algorithm)} has {option}={references!r}; give a tuple of classes or names, "
-            f"for example {option} = ({references!r},)"
+            f"for example {option} = ('mixup',)"
         )
+    for reference in references:
+        if not isinstance(reference, str | type) and not callable(getattr(reference, "match", None)):
+            raise ConfigurationError(
+                f"algorithm {name_of(algorithm)} has {reference!r} in {option}; name algorithms by class or by name"
+            )
     return references
 
 
@@ -203,7 +208,8 @@ def _means(reference: Any, candidate: object) -> bool:
 def cycle_error(algorithms: Sequence[Any], before: Mapping[int, set[int]]) -> CycleError:
     """The error for constraints that contradict each other, naming the whole cycle."""
     cycle = find_cycle(before)
-    names = [name_of(algorithms[i]) for i in reversed(cycle)]
+    unique = unique_names(algorithms)
+    names = [unique[i] for i in reversed(cycle)]
     chain = " before ".join(names)
     return CycleError(
         f"the ordering constraints contradict each other: {chain}; drop one of the run_before, run_after or around "
@@ -248,11 +254,12 @@ def check_constraints(algorithms: Sequence[Any]) -> None:
 
 def find_conflicts(algorithms: Sequence[Any]) -> list[tuple[str, str]]:
     """The pairs of algorithms of which one declares a conflict with the other, each pair once."""
+    names = unique_names(algorithms)
     pairs: dict[frozenset[int], tuple[str, str]] = {}
     for i, algorithm in enumerate(algorithms):
         for reference in read_references(algorithm, "conflicts_with"):
             for j in find(algorithms, reference, i):
-                pairs.setdefault(frozenset((i, j)), (name_of(algorithm), name_of(algorithms[j])))
+                pairs.setdefault(frozenset((i, j)), (names[i], names[j]))
     return list(pairs.values())
 
 

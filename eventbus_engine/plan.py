@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from eventbus_engine.algorithm import check_algorithm
+from eventbus_engine._options import accepts, free_name, name_of
 from eventbus_engine.errors import ConfigurationError, PassError
 from eventbus_engine.event import EventName
-from eventbus_engine.participants import AlgorithmEntry, unique_names
+from eventbus_engine.participants import AlgorithmEntry
 from eventbus_engine.passes import DEFAULT_PASSES, AlgorithmPass, pass_name
 
 __all__ = ["Move", "Order", "Plan", "arrange", "collect_passes"]
@@ -69,52 +70,73 @@ class Order(NamedTuple):
     moves: tuple[Move, ...]
 
 
-def arrange(matched: Sequence[AlgorithmEntry], event: EventName, passes: Sequence[AlgorithmPass]) -> Order:
+def arrange(
+    matched: Sequence[AlgorithmEntry],
+    event: EventName,
+    passes: Sequence[AlgorithmPass],
+    registered: Sequence[AlgorithmEntry] = (),
+) -> Order:
     """Apply the passes, one after another, to the algorithms that matched.
+
+    Args:
+        matched: in registration order.
+        event: the event.
+        passes: in their order.
+        registered: all the algorithms there are; a pass that adds one of those adds it under its name.
 
     Raises:
         PassError: a pass returned something else than a sequence of algorithms.
         Exception: whatever a pass raised, with a note naming it.
     """
-    entries = {id(entry.algorithm): entry for entry in matched}
-    sequence: Sequence[Any] = [entry.algorithm for entry in matched]
+    entries = {id(entry.algorithm): entry for entry in (*registered, *matched)}
+    sequence: list[Any] = [entry.algorithm for entry in matched]
     dropped: dict[str, str] = {}
     moves: list[Move] = []
     for algorithm_pass in passes:
         name = pass_name(algorithm_pass)
         try:
-            result = algorithm_pass(sequence, event)
+            result: object = algorithm_pass(list(sequence), event)  # a copy: a pass may well sort in place
         except Exception as error:
             error.add_note(f"in pass {name} on {event.name}")
             raise
-        if result is sequence:
+        after = _check_result(result, name, event)
+        if len(after) == len(sequence) and all(a is b for a, b in zip(after, sequence, strict=True)):
             continue
-        _check_result(result, name, event, entries)
-        _compare(sequence, result, name, entries, moves, dropped)
-        sequence = list(result)
+        _enter(after, name, event, entries)
+        _compare(sequence, after, name, entries, moves, dropped)
+        sequence = after
     return Order(tuple(entries[id(algorithm)] for algorithm in sequence), dropped, tuple(moves))
 
 
-def _check_result(result: Any, name: str, event: EventName, entries: dict[int, AlgorithmEntry]) -> None:
-    """Refuse what is no sequence of algorithms; enter those that the pass has added."""
+def _check_result(result: object, name: str, event: EventName) -> list[Any]:
+    """The list of what a pass returned, unless that is no sequence."""
     if result is None:
-        raise PassError(f"pass {name} returned None on {event.name}; it has to return the sequence to run, reordered or not")
+        raise PassError(f"pass {name} returned None on {event.name}; return the algorithms to run, reordered or not")
+    if inspect.iscoroutine(result):
+        result.close()
+        raise PassError(
+            f"pass {name} returned a coroutine on {event.name}; a pass decides the order: make it a plain def"
+        )
     if not isinstance(result, Sequence) or isinstance(result, str | bytes):
         raise PassError(
             f"pass {name} returned {type(result).__name__} on {event.name}; it has to return a list of algorithms"
         )
+    return list(result)
+
+
+def _enter(after: Sequence[Any], name: str, event: EventName, entries: dict[int, AlgorithmEntry]) -> None:
+    """Enter what a pass has added, unless that is no algorithm, or there twice."""
     seen: set[int] = set()
-    for algorithm in result:
+    for algorithm in after:
         if id(algorithm) in seen:
             raise PassError(f"pass {name} returned {algorithm!r} twice on {event.name}; every algorithm runs once")
         seen.add(id(algorithm))
         if id(algorithm) not in entries:
+            free = free_name(name_of(algorithm), {entry.name for entry in entries.values()})
             try:
-                check_algorithm(algorithm)
-                taken = [entry.algorithm for entry in entries.values()]
-                entries[id(algorithm)] = AlgorithmEntry(algorithm, unique_names([*taken, algorithm])[-1])
+                entries[id(algorithm)] = AlgorithmEntry(algorithm, free)
             except ConfigurationError as error:
-                raise PassError(f"pass {name} returned {algorithm!r} on {event.name}, which is no algorithm") from error
+                raise PassError(f"pass {name} returned {algorithm!r} on {event.name}: {error}") from error
 
 
 def _compare(
@@ -139,7 +161,10 @@ def _compare(
             dropped.pop(entries[key].name, None)
 
 
-PassesArgument = AlgorithmPass | tuple[AlgorithmPass, int] | Sequence["AlgorithmPass | tuple[AlgorithmPass, int]"] | None
+PassesArgument: TypeAlias = (
+    AlgorithmPass | tuple[AlgorithmPass, int] | Sequence["AlgorithmPass | tuple[AlgorithmPass, int]"] | None
+)
+"""The forms of `algorithm_passes=`: one pass, a `(pass, index)`, or a list of those."""
 
 
 def collect_passes(given: PassesArgument) -> list[AlgorithmPass]:
@@ -149,28 +174,28 @@ def collect_passes(given: PassesArgument) -> list[AlgorithmPass]:
         ConfigurationError: anything else.
     """
     passes = list(DEFAULT_PASSES)
-    if given is None:
-        return passes
-    items: list[Any] = [given] if callable(given) or _is_indexed(given) else list(given)  # type: ignore[arg-type]
+    items: Iterable[Any] = () if given is None else given if _is_list(given) else (given,)  # type: ignore[assignment]
     for item in items:
-        if _is_indexed(item):
-            insert_pass(passes, *item)
-        else:
-            insert_pass(passes, item, -1)
+        algorithm_pass, index = item if _is_indexed(item) else (item, -1)
+        insert_pass(passes, algorithm_pass, index)
     return passes
 
 
+def _is_list(given: object) -> bool:
+    return isinstance(given, Iterable) and not callable(given) and not _is_indexed(given)
+
+
 def _is_indexed(item: object) -> bool:
-    return isinstance(item, tuple) and len(item) == 2 and callable(item[0]) and isinstance(item[1], int)
+    return isinstance(item, tuple) and len(item) == 2 and callable(item[0]) and not callable(item[1])
 
 
 def insert_pass(passes: list[AlgorithmPass], algorithm_pass: Callable[..., Any], index: int) -> None:
     """Put a pass at an index, -1 for the end.
 
     Raises:
-        ConfigurationError: it cannot be called, or the index is no number.
+        ConfigurationError: it cannot be called with `(algorithms, event)`, or the index is no number.
     """
-    if not callable(algorithm_pass) or isinstance(algorithm_pass, type):
+    if not callable(algorithm_pass) or isinstance(algorithm_pass, type) or not accepts(algorithm_pass, 2):
         raise ConfigurationError(
             f"{algorithm_pass!r} is no pass; give a function (algorithms, event) -> algorithms, or (function, index)"
         )

@@ -46,21 +46,21 @@ async def run_algorithms(
     event, (state, logger) = occasion.event, occasion.arguments[HOOK]
     traces: Traces = {}
     matched: list[AlgorithmEntry] = []
+    unmatched: list[AlgorithmEntry] = []
     order = Order((), {}, ())
     try:
         for entry in entries:
-            if matches(entry, event, state):
-                matched.append(entry)
+            (matched if matches(entry, event, state) else unmatched).append(entry)
         order = arrange(matched, event)
         for position, entry in enumerate(order.entries):
             trace = traces[f"{entry.name}/{event.name}"] = Trace(entry.name, event, None, position, True, "ok")
             await _apply(entry, trace, occasion, offload)
     except BaseException as error:
-        _complete(traces, entries, matched, order, event)
+        _complete(traces, entries, unmatched, order, event)
         attach_traces(error, traces)
         raise
     else:
-        _complete(traces, entries, matched, order, event)
+        _complete(traces, entries, unmatched, order, event)
     finally:
         skipped = [trace.name for trace in traces.values() if not trace.run]
         if dispatch_span is not None and skipped:
@@ -135,14 +135,17 @@ async def _call(entry: AlgorithmEntry, occasion: Occasion, offload: Offload | No
 
 
 def _complete(
-    traces: Traces, entries: Sequence[AlgorithmEntry], matched: Sequence[AlgorithmEntry], order: Order, event: EventName
+    traces: Traces,
+    entries: Sequence[AlgorithmEntry],
+    unmatched: Sequence[AlgorithmEntry],
+    order: Order,
+    event: EventName,
 ) -> None:
-    """Add the algorithms that did not run, in registration order, each with its reason."""
-    known = list(entries)
-    for entry in [*known, *(entry for entry in order.entries if entry not in known)]:
+    """Add the algorithms that did not run: in registration order, then what passes added, each with its reason."""
+    for entry in [*entries, *order.entries]:
         key = f"{entry.name}/{event.name}"
         if key not in traces:
-            reason = order.dropped.get(entry.name) or ("not matched" if entry in known and entry not in matched else "not reached")
+            reason = order.dropped.get(entry.name) or ("not matched" if entry in unmatched else "not reached")
             traces[key] = Trace(entry.name, event, reason=reason)
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+
 from eventbus_engine.bus import CallNext, Envelope
 from eventbus_engine.delivery import Delivery
 from eventbus_engine.destinations import delivery_handler
 from eventbus_engine.errors import CallbackErrors
-from eventbus_engine.fanout import ENVELOPE, HOOK, Handler, Occasion, raise_failures, run_fanout
+from eventbus_engine.fanout import HOOK, Handler, Occasion, raise_failures, run_fanout
 from eventbus_engine.participants import Participants
 from eventbus_engine.sequence import attach_traces
 from eventbus_engine.trace import Traces
 
-__all__ = ["merge_traces", "run_callbacks", "run_destinations"]
+__all__ = ["merge_traces", "run_callbacks"]
+
+log = logging.getLogger("eventbus_engine")
 
 Failures = list[tuple[Handler, Exception]]
 
@@ -24,7 +28,7 @@ async def run_callbacks(
     delivery: Delivery,
     traces: Traces | None = None,
 ) -> Traces:
-    """Run the callbacks beside the rest of the chain, and then, after algorithms, the destinations.
+    """Run the callbacks beside the rest of the chain, and the destinations: after them, but before them on INIT.
 
     Args:
         participants: of the engine.
@@ -32,7 +36,7 @@ async def run_callbacks(
         envelope: the event as the chain sees it.
         call_next: the rest of the chain.
         delivery: takes the events of the background callbacks.
-        traces: of the algorithms; None if they are still to run (on INIT), and the destinations already have.
+        traces: of the algorithms; None on INIT, where they are still to run.
 
     Returns:
         The traces of the engines further down the chain.
@@ -41,35 +45,30 @@ async def run_callbacks(
         CallbackErrors: of callbacks, subscribers and destinations, once all of them are done.
         Exception: of an algorithm of an engine further down the chain.
     """
+    failures: Failures = []
+    if traces is None:
+        failures += await _run_destinations(participants, occasion)
     handlers = [hook for hook in participants.callback_hooks[occasion.event] if hook.owner.ready]
     for hook in participants.background_hooks[occasion.event]:
         full = delivery.post(hook, occasion)
         if full is not None:
             handlers.append(full)
-    results: list[Traces] = []
+    chain = _Chain(call_next, envelope)
     subscribers = getattr(call_next, "handlers_for", None)
     if subscribers is not None:
         handlers += subscribers(envelope)
-    else:
-        handlers.append(_chain_handler(call_next, results))
-    failures = await run_fanout(handlers, occasion) if handlers else []
+    failures += await run_fanout(handlers, occasion, chain.run if subscribers is None else None)
     if traces is not None:
-        failures += await _destination_failures(participants, occasion)
-    if failures:
-        _raise(failures, occasion, traces or {})
-    return results[0] if results else {}
+        failures += await _run_destinations(participants, occasion)
+    if failures or chain.failure is not None:
+        order = {id(entry): i for i, entry in enumerate(participants.entries)}
+        failures.sort(key=lambda failure: order.get(id(failure[0].owner), len(order)))
+        _raise(failures, chain, occasion, traces or {})
+    return chain.traces
 
 
-async def run_destinations(participants: Participants, occasion: Occasion) -> None:
-    """Hand every destination what was logged for it since the last event, then call its hook.
-
-    Raises:
-        CallbackErrors: of destinations that want their failures raised.
-    """
-    raise_failures(await _destination_failures(participants, occasion), occasion.event)
-
-
-async def _destination_failures(participants: Participants, occasion: Occasion) -> Failures:
+async def _run_destinations(participants: Participants, occasion: Occasion) -> Failures:
+    """Hand every destination what was logged for it since the last event, then call its hook."""
     _, logger = occasion.arguments[HOOK]
     found = [
         delivery_handler(entry, entry.hooks.get(occasion.event), logger)
@@ -80,36 +79,48 @@ async def _destination_failures(participants: Participants, occasion: Occasion) 
     return await run_fanout(handlers, occasion) if handlers else []
 
 
-def _raise(failures: Failures, occasion: Occasion, traces: Traces) -> None:
+class _Chain:
+    """The rest of the middleware chain: what came of it."""
+
+    def __init__(self, call_next: CallNext, envelope: Envelope) -> None:
+        self.traces: Traces = {}
+        self.failure: Exception | None = None
+        self._call_next = call_next
+        self._envelope = envelope
+
+    async def run(self) -> None:
+        """Run it; its failure waits until the callbacks beside it are done."""
+        try:
+            self.traces = await self._call_next(self._envelope)
+        except Exception as error:
+            self.failure = error
+
+
+def _raise(failures: Failures, chain: _Chain, occasion: Occasion, traces: Traces) -> None:
     """Raise what counts. The failed algorithm of an engine further down propagates as itself, before all else."""
-    down = next((error for handler, error in failures if handler.chain and not isinstance(error, CallbackErrors)), None)
+    down = chain.failure
+    others = down.exceptions if isinstance(down, CallbackErrors) else ()
     try:
-        raise_failures([(handler, error) for handler, error in failures if error is not down], occasion.event)
+        raise_failures(failures, occasion.event, others)
     except CallbackErrors as error:
         attach_traces(error, traces)
-        if down is None:
+        if down is None or others:
             raise
-        down.add_note(str(error))
+        log.error("%s, besides an error that propagates", error.message, exc_info=error)
     if down is not None:
         attach_traces(down, traces)
         raise down
 
 
-def _chain_handler(call_next: CallNext, results: list[Traces]) -> Handler:
-    """The rest of the chain as one more callback, which leaves its traces in `results`."""
-
-    async def rest(envelope: Envelope) -> None:
-        results.append(await call_next(envelope))
-
-    return Handler("the rest of the chain", rest, ENVELOPE, is_async=True, chain=True)
-
-
 def merge_traces(traces: Traces, others: Traces) -> Traces:
-    """Append the traces of another engine, a key that is taken becoming the next free `#n` of it."""
+    """Add the traces of another engine: what ran stays before what did not, a taken key becomes the next free `#n`."""
+    if not others:
+        return traces
+    merged = dict(traces)
     for key, trace in others.items():
         free, n = key, 2
         name, _, event = key.rpartition("/")
-        while free in traces:
+        while free in merged:
             free, n = f"{name.partition('#')[0]}#{n}/{event}", n + 1
-        traces[free] = trace
-    return traces
+        merged[free] = trace
+    return dict(sorted(merged.items(), key=lambda item: not item[1].run))

@@ -22,7 +22,7 @@ NumberT_co = TypeVar("NumberT_co", bound=float, covariant=True, default=float)
 
 
 @total_ordering
-@dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class Time(Generic[NumberT_co]):
     """An amount of time in one unit, immutable: `Time(5, "ep")` is five epochs.
 
@@ -42,6 +42,8 @@ class Time(Generic[NumberT_co]):
         TimeFormatError: for a value or unit that does not fit; from operators, for units that do not mix.
     """
 
+    # Not the decorator's slots=True, whose class breaks on the attribute that `Time[int](5, "ep")` tries to set.
+    __slots__ = ("unit", "value")
     value: NumberT_co
     unit: TimeUnit
 
@@ -100,14 +102,11 @@ class Time(Generic[NumberT_co]):
         Raises:
             TimeFormatError: if the string is neither, or not a string at all.
         """
-        if isinstance(timestring, str):
-            if (seconds := read_clock(timestring)) is not None:
-                return Time(seconds, TimeUnit.SECOND)
-            if (parts := read_timestring(timestring)) is not None:
-                return Time(*parts)
-        raise TimeFormatError(
-            f"{timestring!r} is no time string; write a number and one of {', '.join(TimeUnit)}, for example '10ba'"
-        )
+        if not isinstance(timestring, str) or (parts := read_timestring(timestring)) is None:
+            raise TimeFormatError(
+                f"{timestring!r} is no time string; write a number and one of {', '.join(TimeUnit)}, such as '10ba'"
+            )
+        return Time(*parts)
 
     @classmethod
     def from_input(cls, value: TimeInput, unit: TimeUnit | str | None = None) -> Time:
@@ -132,6 +131,9 @@ class Time(Generic[NumberT_co]):
 
     def __repr__(self) -> str:
         return f"Time({self.value}, {self.unit.value!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Time, (self.value, self.unit)
 
     def __hash__(self) -> int:
         return hash((self.value, self.unit))
@@ -331,8 +333,7 @@ class Timestamp:
             raise TimeFormatError(
                 "a timestamp does not know how long the run will be; divide one of its counters by max_duration"
             )
-        counter: Time[int] = getattr(self, unit.name.lower())
-        return counter
+        return getattr(self, unit.name.lower())  # type: ignore[no-any-return]
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Timestamp):
@@ -385,7 +386,6 @@ def _as_clock(value: Any) -> Any:
 
 
 def _check_field(name: str, value: Any) -> Any:
-    """The value as the attribute `name` of a timestamp stores it."""
     start = _START.get(name)
     if start is None:
         raise TimeFormatError(f"{name!r} is no field of a timestamp; it has {', '.join(_START)}")

@@ -17,7 +17,7 @@ __all__ = ["PostBatches", "ProgressBar"]
 class PostBatches(Callback[State]):
     """Post the number and the loss of every batch to a URL, as JSON.
 
-    A post that fails is logged and the run goes on; `posted` tells what got through.
+    A post that fails is logged, and the run goes on.
 
     Args:
         url: where to post.
@@ -28,7 +28,6 @@ class PostBatches(Callback[State]):
 
     def __init__(self, url: str, request_timeout: float = 5.0) -> None:
         self.url = url
-        self.posted = 0
         self._request_timeout = request_timeout
         self._http: httpx.AsyncClient
 
@@ -43,9 +42,7 @@ class PostBatches(Callback[State]):
         record = {"batch": int(state.timestamp.batch), "loss": float(state.loss)}
         # Ctrl-C between request and answer would leave a batch of which nobody knows whether it arrived.
         with anyio.CancelScope(shield=True):
-            response = await self._http.post(self.url, json=record)
-        response.raise_for_status()
-        self.posted += 1
+            (await self._http.post(self.url, json=record)).raise_for_status()
 
     async def close(self, state: State, logger: Logger) -> None:
         """Close the connections."""

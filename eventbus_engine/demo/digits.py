@@ -32,9 +32,9 @@ def make_loaders(seed: int) -> tuple[DataLoader[tuple[Tensor, ...]], DataLoader[
     Returns:
         Loaders of `(images, labels)`: float32 `(N, 1, 8, 8)` in `[-1, 1]`, int64 `(N,)` in `0..9`.
     """
-    bunch = load_digits()
-    images = torch.from_numpy(bunch.images.astype(np.float32)).unsqueeze(1) / 8.0 - 1.0  # 17 shades of grey
-    labels = torch.from_numpy(bunch.target.astype(np.int64))
+    pixels, digits = load_digits(return_X_y=True)
+    images = torch.from_numpy(pixels.astype(np.float32)).reshape(-1, 1, 8, 8) / 8.0 - 1.0  # they come as 0 to 16
+    labels = torch.from_numpy(digits.astype(np.int64))
     shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     held_out = round(HELD_OUT * len(labels))
     train, test = shuffled[held_out:], shuffled[:held_out]

@@ -54,8 +54,10 @@ class RunRecords:
         self.traces += [(step, key, trace) for key, trace in traces.items()]
 
     def lines_of_first_epoch(self, algorithm: str) -> list[str]:
-        """The log lines of an algorithm, one of each kind: INIT; the epoch's start; its first, second and last batch's
-        start; the last batch's end; the epoch's end. Those that were not reached are left out.
+        """The log lines of an algorithm, one of each kind; those that were not reached are left out.
+
+        That is INIT, the start of the epoch, of its first, second and last batch, and the end of that batch and of the
+        epoch: seven in a whole epoch of three batches or more.
         """
         of_event: dict[Event, list[str]] = {}
         for step, key, trace in self.traces:
@@ -64,7 +66,7 @@ class RunRecords:
                 if trace.event == Event.EPOCH_END:
                     break
         starts = of_event.get(Event.BATCH_START, [])
-        wanted = [
+        return [
             *of_event.get(Event.INIT, []),
             *of_event.get(Event.EPOCH_START, []),
             *starts[:2],
@@ -72,7 +74,6 @@ class RunRecords:
             *of_event.get(Event.BATCH_END, [])[-1:],
             *of_event.get(Event.EPOCH_END, []),
         ]
-        return wanted
 
 
 def read_records(path: Path) -> RunRecords:

@@ -46,7 +46,9 @@ def find_problems(outcome: Outcome, target: float) -> list[str]:
     if missing := server.missing(records.batches):
         problems.append(f"the server has not received {missing} of {records.batches} batches")
     if server.posts != records.batches or server.refused:
-        problems.append(f"the server took {server.posts} posts for {records.batches} batches, and refused {server.refused}")
+        problems.append(
+            f"the server took {server.posts} posts for {records.batches} batches, and refused {server.refused}"
+        )
     for event, first, others in (
         ("after_dataloader", "selective_backprop", "random_shift"),
         ("after_loss", "label_smoothing", "mixup"),

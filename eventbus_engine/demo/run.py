@@ -44,13 +44,13 @@ class Options:
         progress: whether to draw a progress bar, if standard error is a terminal.
     """
 
-    epochs: int = 10
-    seed: int = 17
-    target: float = 0.95
-    backend: str = "asyncio"
-    runs_dir: Path = Path("runs")
-    run_name: str | None = None
-    progress: bool = True
+    epochs: int
+    seed: int
+    target: float
+    backend: str
+    runs_dir: Path
+    run_name: str | None
+    progress: bool
 
 
 def run_demo(options: Options, write: Callable[[str], None] = print) -> int:
@@ -141,7 +141,7 @@ class _Training:
             group.cancel_scope.cancel()
 
     async def _watch_signals(self, scope: anyio.CancelScope) -> None:
-        """Cancel on the first Ctrl-C or SIGTERM: cancelled, the trainer closes what it has opened, and only then ends."""
+        """Cancel on the first Ctrl-C or SIGTERM: a cancelled trainer still closes and delivers what it has opened."""
         if sys.platform == "win32":
             return
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
@@ -169,7 +169,7 @@ def _make_directory(options: Options) -> Path:
 
 def _conclude(training: _Training, outcome: Outcome, options: Options, write: Callable[[str], None]) -> int:
     if training.interrupted is not None:
-        write(f"\ninterrupted by {training.interrupted.name}; all of the above is flushed and complete")
+        write(f"\ninterrupted by {training.interrupted.name}; everything above is flushed")
         return 128 + training.interrupted
     if training.error is not None:
         write("\nthe run failed: " + "".join(traceback.format_exception_only(training.error)).rstrip())

@@ -69,7 +69,7 @@ def _handler_of(server: BatchServer) -> type[BaseHTTPRequestHandler]:
         protocol_version = "HTTP/1.1"  # which keeps connections open: a batch costs no handshake
         disable_nagle_algorithm = True
 
-        def do_POST(self) -> None:  # noqa: N802 -- the name that http.server looks for
+        def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             taken = self.path == "/batches" and server.take(body)
             self.send_response(204 if taken else 400)

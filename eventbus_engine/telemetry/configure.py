@@ -46,7 +46,7 @@ _STOCK_EXPORTERS = (
 
 
 @contextmanager
-def configure(
+def configure(  # house: the body is short; its documentation is what users need in one place
     service_name: str | None = None,
     endpoint: str | None = None,
     *,

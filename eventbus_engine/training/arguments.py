@@ -13,7 +13,7 @@ from eventbus_engine.logger import is_destination
 from eventbus_engine.time import Time, TimeUnit
 from eventbus_engine.training.state import PRECISIONS, Precision
 
-DURATION_UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN)
+DURATION_UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECOND)
 INTERVAL_UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH)
 
 

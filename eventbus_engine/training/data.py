@@ -1,14 +1,17 @@
 """Batches: where they come from, and how to read, change, count, move and split one whatever its shape.
 
-A batch is a tensor, or any nesting of tuples, lists, named tuples and mappings with tensors in it. The first
-dimension of every tensor is the sample. Nothing here changes a container it was given: the data set may hold on to it.
+A batch is a tensor, or any nesting of tuples, lists, named tuples, mappings and dataclasses with tensors in it. The
+first dimension of every tensor is the sample. Nothing here changes a container it was given: the data set may still
+hold it.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -64,40 +67,49 @@ class BatchSource:
                 f"{name} is a {type(loader).__name__}, which cannot be iterated; give a DataLoader, a list of batches, "
                 f"or any other iterable or async iterable"
             )
-        self.loader = loader
+        self.loader: Any = loader
         self._iterator: Any = None
 
     @property
     def length(self) -> int | None:
         """Batches in an epoch, None where the loader does not know."""
         try:
-            return len(self.loader)
+            length: int = len(self.loader)
         except TypeError:
             return None
+        return length
 
     async def fetch(self, compute: Compute, device: torch.device) -> Any:
         """The next batch, on `device`, or `EXHAUSTED`. Sync loaders run under `compute`, async ones are awaited."""
-        try:
-            if isinstance(self.loader, AsyncIterable):
-                if self._iterator is None:
-                    self._iterator = aiter(self.loader)
-                batch = await anext(self._iterator, EXHAUSTED)
-                batch = batch if batch is EXHAUSTED else await compute(move, batch, device)
-            else:
-                batch = await compute(self._next, device)
-        except BaseException:
-            # A generator that has raised is spent, and would pass for one that has reached its end.
-            self._iterator = None
-            raise
+        if not isinstance(self.loader, AsyncIterable):
+            return await compute(self._next, device)
+        if self._iterator is None:
+            self._iterator = aiter(self.loader)
+        with self._forgetting_what_failed():
+            batch = await anext(self._iterator, EXHAUSTED)
         if batch is EXHAUSTED:
             self._iterator = None
-        return batch
+            return EXHAUSTED
+        return await compute(move, batch, device)
 
     def _next(self, device: torch.device) -> Any:
         if self._iterator is None:
             self._iterator = iter(self.loader)
-        batch = next(self._iterator, EXHAUSTED)
-        return batch if batch is EXHAUSTED else move(batch, device)
+        with self._forgetting_what_failed():
+            batch = next(self._iterator, EXHAUSTED)
+        if batch is EXHAUSTED:
+            self._iterator = None
+            return EXHAUSTED
+        return move(batch, device)
+
+    @contextmanager
+    def _forgetting_what_failed(self) -> Iterator[None]:
+        """A generator that has raised is spent, and would pass for one that has reached its end: begin anew instead."""
+        try:
+            yield
+        except BaseException:
+            self._iterator = None
+            raise
 
     async def aclose(self) -> None:
         """Let go of an epoch left in the middle, its worker processes or its async generator included."""
@@ -135,8 +147,10 @@ def set_item(batch: Any, key: BatchKey, value: Any) -> Any:
     if isinstance(key, tuple):
         key = key[1]
     if callable(key):
-        changed = key(batch, value)
-        return batch if changed is None else changed
+        replaced = key(batch, value)
+        return batch if replaced is None else replaced
+    if isinstance(key, str) and hasattr(batch, "_fields"):
+        key = batch._fields.index(key) if key in batch._fields else key
     try:
         changed: Any = list(batch) if isinstance(batch, tuple) else copy.copy(batch)
         if isinstance(batch, Tensor):
@@ -166,7 +180,8 @@ def count_samples(batch: Any) -> int:
         return len(batch)
     raise BatchError(
         f"the loader yielded {describe(batch)}, in which no tensor has a first dimension to count the samples by; "
-        f"yield a tensor, or a tuple, list or mapping of tensors, as torch.utils.data.DataLoader does"
+        f"yield tensors, or a tuple, list, mapping or dataclass of tensors, as torch.utils.data.DataLoader does, or "
+        f"give the batch a length"
     )
 
 
@@ -178,12 +193,10 @@ def count_tokens(batch: Any) -> int:
 
 def move(batch: Any, device: torch.device) -> Any:
     """The batch with every tensor on `device`. Other objects that have a method `to` are asked to move themselves."""
-    if isinstance(batch, Mapping):
-        return _rebuild(batch, {key: move(value, device) for key, value in batch.items()})
-    if isinstance(batch, list | tuple):
-        return _rebuild(batch, [move(value, device) for value in batch])
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
+    if _is_container(batch):
+        return _rebuild(batch, [move(value, device) for value in _values(batch)])
     return batch.to(device) if callable(getattr(batch, "to", None)) else batch
 
 
@@ -215,16 +228,14 @@ def _rows(batch: Any, rows: slice, samples: int) -> Any:
                 f"microbatches with them; train with microbatches=1"
             )
         return batch[rows]
-    if isinstance(batch, Mapping):
-        return _rebuild(batch, {key: _rows(value, rows, samples) for key, value in batch.items()})
-    if isinstance(batch, list | tuple):
-        if len(batch) == samples and _first_tensor(batch) is None:
-            return batch[rows]
-        return _rebuild(batch, [_rows(value, rows, samples) for value in batch])
-    if _first_tensor(batch) is None and not isinstance(batch, Tensor | str | bytes | int | float | None):
+    if isinstance(batch, list | tuple) and len(batch) == samples and _first_tensor(batch) is None:
+        return batch[rows]
+    if _is_container(batch):
+        return _rebuild(batch, [_rows(value, rows, samples) for value in _values(batch)])
+    if not isinstance(batch, Tensor | str | bytes | int | float | None):
         raise BatchError(
-            f"a {type(batch).__name__} in the batch cannot be cut into microbatches; use tensors, tuples, lists and "
-            f"mappings, or train with microbatches=1"
+            f"a {type(batch).__name__} in the batch cannot be cut into microbatches; use tensors, tuples, lists, "
+            f"mappings and dataclasses, or train with microbatches=1"
         )
     return batch
 
@@ -233,26 +244,43 @@ def _first_tensor(batch: Any) -> Tensor | None:
     """The first tensor that has a first dimension, depth first."""
     if isinstance(batch, Tensor):
         return batch if batch.ndim else None
-    if isinstance(batch, list | tuple | Mapping):
-        values = batch.values() if isinstance(batch, Mapping) else batch
-        return next((tensor for tensor in map(_first_tensor, values) if tensor is not None), None)
+    if _is_container(batch):
+        return next((tensor for tensor in map(_first_tensor, _values(batch)) if tensor is not None), None)
     return None
 
 
-def _rebuild(batch: Any, items: Any) -> Any:
-    """A container of the batch's own type, named tuples and mappings of a framework included, with other items."""
+def _is_container(batch: Any) -> bool:
+    return isinstance(batch, list | tuple | Mapping) or (is_dataclass(batch) and not isinstance(batch, type))
+
+
+def _values(batch: Any) -> list[Any]:
+    """What is in a container, in its order."""
+    if isinstance(batch, list | tuple):
+        return list(batch)
+    if isinstance(batch, Mapping):
+        return list(batch.values())
+    return [getattr(batch, field.name) for field in fields(batch) if field.init]
+
+
+def _rebuild(batch: Any, values: list[Any]) -> Any:
+    """A container of the batch's own type, named tuples and mappings of a framework included, with other values."""
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*items)
-    return type(batch)(items)
+        return type(batch)(*values)
+    if isinstance(batch, Mapping):
+        return type(batch)(zip(batch, values, strict=True))  # type: ignore[call-arg]
+    if isinstance(batch, list | tuple):
+        return type(batch)(values)
+    names = (field.name for field in fields(batch) if field.init)
+    return replace(batch, **dict(zip(names, values, strict=True)))
 
 
 def describe(batch: Any) -> str:
     """The type of a batch and its parts, for errors: `tuple(Tensor[8, 4], Tensor[8])`."""
+    name = type(batch).__name__
     if isinstance(batch, Tensor):
-        return f"{type(batch).__name__}{list(batch.shape)}"
+        return f"{name}{list(batch.shape)}"
     if isinstance(batch, Mapping):
-        return f"{type(batch).__name__}({', '.join(f'{key}: {describe(value)}' for key, value in batch.items())})"
+        return f"{name}({', '.join(f'{key}: {describe(value)}' for key, value in batch.items())})"
     if isinstance(batch, list | tuple):
-        shown = [describe(value) for value in batch[:4]] + ["..."] * (len(batch) > 4)
-        return f"{type(batch).__name__}({', '.join(shown)})"
-    return type(batch).__name__
+        return f"{name}({', '.join([*map(describe, batch[:4]), *['...'][: len(batch) > 4]])})"
+    return name

@@ -76,6 +76,7 @@ class TrainingLoop:
         """Train on what is left of the epoch, or until the run is over; whether the epoch saw all its data."""
         state, engine = self.state, self.engine
         while True:
+            samples = tokens = 0
             async with engine.pair(Event.BEFORE_DATALOADER) as section:
                 batch = await self.source.fetch(state.compute, state.device)
                 if batch is EXHAUSTED:

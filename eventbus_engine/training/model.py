@@ -68,8 +68,8 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
                 return {name: value for name, value in batch.items() if name != key}, batch[key]
     raise BatchError(
         f"the batch is {describe(batch)}, which the model cannot be fed with: yield pairs (inputs, targets), or "
-        f"mappings with the targets under {', '.join(map(repr, TARGET_KEYS))}, or train a model that reads its batches itself, "
-        f"with forward(batch) and loss(outputs, batch), and leave loss= out"
+        f"mappings with the targets under {', '.join(map(repr, TARGET_KEYS))}, or train a model that reads its "
+        f"batches itself, with forward(batch) and loss(outputs, batch), and leave loss= out"
     )
 
 

@@ -72,7 +72,8 @@ class Trainer:
         loss: `(outputs, targets) -> tensor of one element`, the mean over the samples.
         optimizers: one or several, stepped after every batch.
         schedulers: learning-rate schedulers, one or several, stepped after every epoch.
-        max_duration: when to stop: `"3ep"`, `"500ba"`, `"10000sp"`, `"1000000tok"`, a `Time`, or a number of epochs.
+        max_duration: when to stop: `"3ep"`, `"500ba"`, `"10000sp"`, `"1000000tok"`, `"1h30m"`, a `Time`, or a number of
+            epochs. The batch that reaches it is the last.
         algorithms: in registration order; what order they run in is up to the passes.
         callbacks: in registration order.
         loggers: destinations of what is logged.

@@ -1,0 +1,64 @@
+# Everything runs from a virtual environment that the targets make themselves; nothing but Python and make is needed.
+PYTHON ?= python3
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# Held to every branch; the packages and the programs on top of these modules to 95 %.
+TOP := eventbus_engine/__main__.py,eventbus_engine/cli.py,eventbus_engine/testing.py
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test lint format bench docs soak clean
+
+help:  ## this list
+	@echo "make <target>, with PYTHON=python3 and VENV=.venv unless you say otherwise"
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(VENV)/dev.stamp  ## make the environment with all that development needs
+
+demo: $(VENV)/demo.stamp  ## train a small CNN on real data and show the order, the traces and the log
+	$(BIN)/eventbus-engine demo
+
+test: $(VENV)/dev.stamp  ## run the tests, then hold their coverage to the bars
+	$(BIN)/python -m pytest --cov --cov-report=
+	$(BIN)/python -m coverage report --fail-under=100 --include='eventbus_engine/*.py' --omit='$(TOP)'
+	$(BIN)/python -m coverage report --fail-under=95 --include='eventbus_engine/*/**,$(TOP)'
+
+lint: $(VENV)/dev.stamp  ## check style, types and the direction of imports
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: $(VENV)/dev.stamp  ## put the code into its one style
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(VENV)/dev.stamp  ## measure; prints a table
+	$(BIN)/python tests/benchmarks/run.py
+
+docs: $(VENV)/dev.stamp  ## run every snippet of the documentation
+	$(BIN)/python -m pytest tests/test_docs.py
+
+soak: $(VENV)/dev.stamp  ## run the long tests
+	EVENTBUS_SOAK=1 $(BIN)/python -m pytest -m soak
+
+clean:  ## remove the environment, the caches and what the runs wrote
+	rm -rf $(VENV) .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache runs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "eventbus-engine needs Python 3.11 or newer; name one with: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# The stamps say what is installed, so that a second run starts at once and an edited pyproject.toml installs again.
+$(VENV)/demo.stamp: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) --editable ".[demo]"
+	@touch $@
+
+$(VENV)/dev.stamp: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) --editable ".[dev]"
+	@touch $@ $(VENV)/demo.stamp

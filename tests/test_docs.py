@@ -1,0 +1,53 @@
+"""Every snippet of the README and the docs runs as it stands, and prints what the page says it prints."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"^(?:```(python|output)\n(.*?)^```$|<!--python\n(.*?)^-->$)", re.MULTILINE | re.DOTALL)
+MARK = "=====8<===== "
+
+
+PAGES = [
+    page
+    for page in sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    if BLOCK.search(page.read_text(encoding="utf-8"))
+]
+
+
+def script_of(page: Path) -> tuple[str, dict[int, str]]:
+    """The page's snippets as one program, and the output each is followed by, by its number.
+
+    A snippet in a comment (`<!--python ... -->`) sets the scene for those after it without showing on the page.
+    """
+    parts: list[str] = []
+    expected: dict[int, str] = {}
+    for match in BLOCK.finditer(page.read_text(encoding="utf-8")):
+        if match[1] == "output":
+            expected[len(parts) - 1] = match[2]
+            continue
+        parts.append(f"print({MARK!r} + '{len(parts)}')\n{match[2] or match[3]}")
+    return "\n".join(parts), expected
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_snippet_runs_and_prints_what_the_page_says(page: Path, tmp_path: Path) -> None:
+    """One process a page, warnings as errors, in an empty folder."""
+    script, expected = script_of(page)
+    program = tmp_path / "snippets.py"
+    program.write_text(script, encoding="utf-8")
+
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(program)], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+
+    assert done.returncode == 0, done.stderr
+    printed = dict(part.partition("\n")[::2] for part in done.stdout.split(MARK)[1:])
+    for number, output in expected.items():
+        assert printed[str(number)].rstrip() == output.rstrip()

@@ -1,0 +1,27 @@
+"""Every example runs as it stands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+
+
+def test_there_are_examples() -> None:
+    """An empty folder would pass everything below."""
+    assert EXAMPLES
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs_without_arguments_and_without_warnings(example: Path, tmp_path: Path) -> None:
+    """It exits with 0, says something, and nothing complains on standard error."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", str(example)], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout
