@@ -1,70 +1,75 @@
-"""Coroutines taken step by step: carry on one that is under way, and let one that needs an event loop say so."""
+"""Coroutines taken step by step: one that starts without an event loop, and one that says when it first suspends."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import sys
+import types
+from collections.abc import Awaitable, Callable, Generator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["NEED_LOOP", "Resumed", "need_loop", "resume", "without_loop"]
+__all__ = ["FirstStep", "leave_loop", "need_loop", "steps_of", "without_loop"]
 
-NEED_LOOP = object()
-"""What a coroutine that is being stepped without an event loop yields, before it does what takes one."""
+T = TypeVar("T")
 
 without_loop: ContextVar[bool] = ContextVar("eventbus_engine_without_loop", default=False)
-
-
-class _Request:
-    def __await__(self) -> Generator[object, None, None]:
-        yield NEED_LOOP
+"""Whether what runs in this context is being stepped by hand, with no event loop to suspend to."""
 
 
 async def need_loop() -> None:
-    """Make sure there is an event loop from here on. Under one, as nearly always, it does nothing."""
+    """Make sure there is an event loop from here on. Under one, as nearly always, it does nothing.
+
+    A coroutine that is being stepped without a loop suspends here, once, before it does what takes one; whoever steps
+    it awaits the rest under a loop.
+    """
     if without_loop.get():
         without_loop.set(False)
-        await _Request()
+        await _suspend()
 
 
-class Resumed:
-    """Awaits the rest of a coroutine that has been stepped so far by hand."""
+def leave_loop() -> None:
+    """Forget, in the current context, which event loop the caller runs on, if any: it goes on elsewhere."""
+    without_loop.set(False)
+    # What anyio and trio go by, where it is there. A context taken from a trio task would be taken for trio's anywhere.
+    sniffio = sys.modules.get("sniffio")
+    if sniffio is not None:
+        sniffio.current_async_library_cvar.set(None)
 
-    __slots__ = ("_coroutine",)
 
-    def __init__(self, coroutine: Any) -> None:
-        self._coroutine = coroutine
+@types.coroutine
+def _suspend() -> Generator[None, None, None]:
+    yield
+
+
+@types.coroutine
+def steps_of(awaitable: Awaitable[T]) -> Generator[Any, Any, T]:
+    """The steps of an awaitable: to be taken with `send(None)`, and awaited for the rest, from wherever they are.
+
+    A coroutine that has been started by hand cannot be awaited any more; a generator around it can.
+    """
+    return (yield from awaitable.__await__())
+
+
+class FirstStep(Generator[Any, Any, Any]):
+    """Await something, and say so when it first suspends (never, if it does not)."""
+
+    __slots__ = ("_steps", "_then")
+
+    def __init__(self, awaitable: Awaitable[Any], then: Callable[[], None]) -> None:
+        self._steps: Generator[Any, Any, Any] = steps_of(awaitable)
+        self._then: Callable[[], None] | None = then
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        try:
-            yielded = self._coroutine.send(None)
-        except StopIteration as stop:
-            return stop.value
-        return (yield from resume(self._coroutine, yielded))
+        return self
 
+    def send(self, value: Any) -> Any:
+        """Take a step."""
+        yielded = self._steps.send(value)
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+        return yielded
 
-def resume(steps: Any, yielded: Any) -> Generator[Any, Any, Any]:
-    """What `yield from steps` does (PEP 380), for an iterator that has already yielded `yielded`."""
-    while True:
-        try:
-            sent = yield yielded
-        except GeneratorExit:
-            _close(steps)
-            raise
-        except BaseException as error:
-            if not hasattr(steps, "throw"):
-                raise
-            try:
-                yielded = steps.throw(error)
-            except StopIteration as stop:
-                return stop.value
-        else:
-            try:
-                yielded = next(steps) if sent is None and not hasattr(steps, "send") else steps.send(sent)
-            except StopIteration as stop:
-                return stop.value
-
-
-def _close(steps: Any) -> None:
-    close = getattr(steps, "close", None)
-    if close is not None:
-        close()
+    def throw(self, kind: Any, value: Any = None, traceback: Any = None) -> Any:
+        """Raise an exception where the awaitable is suspended."""
+        return self._steps.throw(kind if value is None else value)

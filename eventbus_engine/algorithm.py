@@ -54,11 +54,11 @@ class Algorithm(Generic[StateT, EventT]):
         """Whether a checkpoint written with this algorithm cannot be loaded without it."""
         return False
 
-    def match(self, event: EventT, state: StateT) -> bool:
+    def match(self, event: EventT, state: StateT, /) -> bool:
         """Whether to run on this event, given the state. A plain function: it decides the order."""
         raise NotImplementedError(f"{type(self).__name__} has no match(event, state)")
 
-    def apply(self, event: EventT, state: StateT, logger: Any) -> int | Awaitable[int | None] | None:
+    def apply(self, event: EventT, state: StateT, logger: Any, /) -> int | Awaitable[int | None] | None:
         """Change the state in place. `def` or `async def`; the number it returns is the trace's exit code."""
         raise NotImplementedError(f"{type(self).__name__} has no apply(event, state, logger)")
 
@@ -78,7 +78,7 @@ class FunctionAlgorithm(Algorithm[StateT, EventT], Generic[StateT, EventT, Resul
         for option, value in options.items():
             setattr(self, option, value)
 
-    def match(self, event: EventT, state: StateT) -> bool:
+    def match(self, event: EventT, state: StateT, /) -> bool:
         """Run on the events given to the decorator, or on all of them if none was."""
         return runs_on(self.events, event)
 

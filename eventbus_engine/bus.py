@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Awaitable, Callable, Hashable
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 from datetime import UTC, datetime
 from functools import partial
 from types import TracebackType
@@ -16,7 +16,7 @@ import anyio
 from opentelemetry import trace as otel
 
 from eventbus_engine._options import accepts, function_name, is_async_callable
-from eventbus_engine.errors import ConfigurationError, HandlerTypeError, UnknownEventError
+from eventbus_engine.errors import ConfigurationError, HandlerTypeError, SyncUsageError, UnknownEventError
 from eventbus_engine.event import EventName, resolve_event
 from eventbus_engine.fanout import ENVELOPE, Handler, Occasion, raise_failures, run_fanout
 from eventbus_engine.lanes import Dispatch, Lanes
@@ -30,6 +30,13 @@ _current: ContextVar[Dispatch | None] = ContextVar("eventbus_engine_dispatch", d
 def current_dispatch() -> Dispatch | None:
     """The dispatch from whose context this is called, whether it still runs or not."""
     return _current.get()
+
+
+def context_of(dispatch: Dispatch) -> Context:
+    """A copy of the caller's context in which that dispatch is the current one."""
+    context = copy_context()
+    context.run(_current.set, dispatch)
+    return context
 
 
 class Envelope:
@@ -50,6 +57,9 @@ class Envelope:
     state: Any
     key: Hashable
     source: str | None
+    _id: str | None
+    _time_ns: int
+    _traceparent: str | None
 
     def __init__(
         self, event: EventName, payload: Any = None, state: Any = None, key: Hashable = None, source: str | None = None
@@ -175,7 +185,9 @@ class EventBus:
             ConfigurationError: if it is in the chain already.
         """
         if not callable(middleware) or not accepts(middleware, 2):
-            raise HandlerTypeError(f"{middleware!r} is no middleware; it has to be async (envelope, call_next) -> Traces")
+            raise HandlerTypeError(
+                f"{middleware!r} is no middleware; it has to be async (envelope, call_next) -> Traces"
+            )
         if any(known is middleware for known in self._middleware):
             raise ConfigurationError(f"{middleware!r} is in use on this bus already")
         if (attach := _attachment(middleware)) is not None:
@@ -206,7 +218,9 @@ class EventBus:
             UnknownEventError: a name no vocabulary on this bus has.
         """
         if not callable(handler) or isinstance(handler, type) or not accepts(handler, 1):
-            raise HandlerTypeError(f"{handler!r} is no handler; it has to be a function of one Envelope, def or async def")
+            raise HandlerTypeError(
+                f"{handler!r} is no handler; it has to be a function of one Envelope, def or async def"
+            )
         if when is not None and (not callable(when) or is_async_callable(when) or not accepts(when, 1)):
             raise HandlerTypeError(f"when={when!r} has to be a plain function (envelope) -> bool")
         subscription = Subscription(self, handler, tuple(self.resolve(event) for event in events), once, when)
@@ -253,6 +267,7 @@ class EventBus:
         Raises:
             CallbackErrors: callbacks or subscribers raised.
             DeadlockError: dispatches would wait for each other for ever.
+            SyncUsageError: it was published by a background callback of `engine.sync`.
             Exception: whatever an algorithm raised, with the traces so far as `exc.traces`.
         """
         if type(event) is str:
@@ -261,7 +276,13 @@ class EventBus:
             raise UnknownEventError(f"{event!r} is no event; publish a member of an EventName subclass")
         envelope = Envelope(event, payload, state, key)
         lane = _lane_of(key) if key is not None else id(state) if state is not None else None
-        dispatch = Dispatch(envelope, _current.get(), lane, self._lanes)
+        parent = _current.get()
+        if parent is not None and parent.apart:
+            raise SyncUsageError(
+                f"{event.name} was published by a background callback of engine.sync, on a thread of its own beside "
+                f"the engine's events; publish it from an inline callback, or run the engine on an event loop"
+            )
+        dispatch = Dispatch(envelope, parent, lane, self._lanes)
         if lane is not None:
             await self._lanes.enter(dispatch)
         token = _current.set(dispatch)
@@ -324,7 +345,9 @@ def _lane_of(key: Hashable) -> Hashable:
     try:
         hash(key)
     except TypeError as error:
-        raise ConfigurationError(f"key={key!r} cannot name a lane: it is not hashable; use a string or a number") from error
+        raise ConfigurationError(
+            f"key={key!r} cannot name a lane: it is not hashable; use a string or a number"
+        ) from error
     return ("key", key)
 
 
@@ -334,7 +357,7 @@ def _raise(error: Exception, _: Envelope) -> None:
 
 def _attachment(middleware: Middleware) -> Callable[[EventBus], None] | None:
     """How to tell a middleware of ours, an Engine, where it stands. Asked of the class: a Mock would make one up."""
-    return middleware._attach if hasattr(type(middleware), "_attach") else None  # type: ignore[attr-defined, no-any-return]
+    return middleware._attach if hasattr(type(middleware), "_attach") else None  # type: ignore[attr-defined]
 
 
 class _Link:

@@ -73,15 +73,15 @@ class Callback(Generic[StateT]):
     on_full: OnFull = "drop_oldest"
     snapshot: tuple[str, ...] = ()
 
-    def run_event(self, event: EventName, state: StateT, logger: Any) -> Any:
+    def run_event(self, event: EventName, state: StateT, logger: Any, /) -> Any:
         """Call the hook of this event, if there is one. Override it to take every event in one place."""
         hook = getattr(self, event.value, None)
         return hook(state, logger) if callable(hook) else None
 
-    def open(self, state: StateT, logger: Any) -> Any:
+    def open(self, state: StateT, logger: Any, /) -> Any:
         """Acquire what the hooks need. Called once, before the first event. `def` or `async def`."""
 
-    def close(self, state: StateT, logger: Any) -> Any:
+    def close(self, state: StateT, logger: Any, /) -> Any:
         """Release it. Called once, when the engine closes; the logger still works. `def` or `async def`."""
 
     def post_close(self) -> Any:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 
 from eventbus_engine.errors import ConfigurationError
@@ -67,18 +67,48 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--run-name", help="its name; the time and a few letters if not given")
     demo.add_argument("--no-progress", action="store_true", help="draw no progress bar")
     demo.set_defaults(command=_demo)
+    _add_trace(commands)
     return parser
 
 
+def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    described = "tell what ran from the spans that a run left in its files"
+    reports = commands.add_parser("trace", help=described, description=f"{described.capitalize()}.").add_subparsers(
+        title="reports", metavar="REPORT", dest="report", required=True
+    )
+    recording = argparse.ArgumentParser(add_help=False)
+    recording.add_argument("path", type=Path, help="a file of OTLP JSON lines, or the directory of a run")
+    recording.set_defaults(command=_trace)
+    reports.add_parser("summary", parents=[recording], help="runs, skips, failures and times of each participant")
+    show = reports.add_parser("show", parents=[recording], help="traces as trees, in the order of their starts")
+    show.add_argument("--trace", metavar="ID", help="the one with this id, or those whose ids begin with it")
+    show.add_argument("--limit", type=_positive, default=5, metavar="N", help="how many at most; 5 by default")
+    export = reports.add_parser("export", parents=[recording], help="write another format")
+    export.add_argument("--format", choices=("jaeger", "chrome", "otlp"), required=True, help="which; chrome: Perfetto")
+    export.add_argument("-o", "--output", type=Path, metavar="FILE", help="where to; standard output by default")
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from eventbus_engine.telemetry.reports import command
+
+    match options.report:
+        case "summary":
+            return command.summary(options.path)
+        case "show":
+            return command.show(options.path, options.trace, options.limit)
+        case _:
+            return command.export(options.path, options.format, options.output)
+
+
 def _demo(options: argparse.Namespace) -> int:
-    if missing := [name for name in _EXTRAS if find_spec(name) is None]:
+    if missing := [name for name in _EXTRAS if importlib.util.find_spec(name) is None]:
         print(
             f"eventbus-engine: the demo needs {', '.join(missing)}; "
             'install what is missing with pip install "eventbus-engine[demo]"',
             file=sys.stderr,
         )
         return 2
-    if find_spec(options.backend) is None:
+    if importlib.util.find_spec(options.backend) is None:
         print(f"eventbus-engine: --backend {options.backend} needs pip install {options.backend}", file=sys.stderr)
         return 2
     # Torch and scikit-learn take seconds to import, which is for this command alone to pay.

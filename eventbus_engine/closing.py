@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from eventbus_engine._options import is_async_callable
 from eventbus_engine.callback import overrides
+from eventbus_engine.delivery import Delivery
 from eventbus_engine.destinations import drain
 from eventbus_engine.errors import HandlerTimeoutError
 from eventbus_engine.fanout import HOOK, Handler, Occasion, run_fanout
-from eventbus_engine.logger import Logger
+from eventbus_engine.logger import Logger, Pending
 from eventbus_engine.participants import CallbackEntry
 
-__all__ = ["CloseReport", "close_participants"]
+if TYPE_CHECKING:
+    from eventbus_engine.engine import Engine
+
+__all__ = ["CloseReport", "close_participants", "closing_engine"]
 
 log = logging.getLogger("eventbus_engine")
 
@@ -43,9 +48,18 @@ class CloseReport:
     pending: bool = False
 
     @property
+    def not_closed(self) -> set[str]:
+        """The callbacks that did not close as they should."""
+        return {*self.failed, *self.timed_out}
+
+    @property
     def ok(self) -> bool:
         """Whether everything was closed and nothing was left behind."""
         return not (self.failed or self.timed_out or self.in_flight or self.undelivered or self.pending)
+
+
+closing_engine: ContextVar[object] = ContextVar("eventbus_engine_closing", default=None)
+"""The engine whose closing has called what runs in this context."""
 
 
 class _Closing:
@@ -55,71 +69,88 @@ class _Closing:
 
 
 async def close_participants(
-    report: CloseReport, entries: Sequence[CallbackEntry], state: Any, logger: Any, deadline: float
+    engine: Engine[Any], report: CloseReport, entries: Sequence[CallbackEntry], delivery: Delivery, deadline: float
 ) -> None:
-    """Close the callbacks, deliver what they logged, close the destinations, then `post_close` them all.
+    """Empty the mailboxes, close the callbacks, deliver what they logged, close the destinations, `post_close` all.
 
     Every step runs concurrently over its callbacks. A callback that was to be opened and never was is left alone.
+    If this is interrupted, what is not closed by then stands in the report as timed out.
     """
-    occasion = Occasion(_Closing(), state, logger, None)
-    due = [entry for entry in entries if entry.opened or overrides(entry.callback, "open") is None]
-    callbacks = [entry for entry in due if not entry.destination]
-    destinations = [entry for entry in due if entry.destination]
-    await _run_step("close", callbacks, occasion, report, deadline)
-    await _deliver_rest(destinations, logger, report, deadline)
-    await _run_step("close", destinations, occasion, report, deadline)
-    survivors = [entry for entry in due if entry.name not in report.failed and entry.name not in report.timed_out]
-    await _run_step("post_close", survivors, occasion, report, deadline)
-    report.closed = [entry.name for entry in survivors if entry.name not in report.failed]
-    for entry in entries:
-        entry.release()
-        entry.opened = False
+    steps = _Steps(engine, report, delivery, deadline)
+    due: list[CallbackEntry] = []
+    done = False
+    try:
+        report.undelivered |= await delivery.close(deadline)
+        # Not before: until their mailboxes are empty, background callbacks may still be opened.
+        due += [entry for entry in entries if entry.closes_in(engine)]
+        await steps.run("close", [entry for entry in due if not entry.destination])
+        await steps.deliver_rest([entry for entry in due if entry.destination])
+        await steps.run("close", [entry for entry in due if entry.destination])
+        await steps.run("post_close", [entry for entry in due if entry.name not in report.not_closed])
+        done = True
+    finally:
+        due = due or [entry for entry in entries if entry.closes_in(engine)]
+        if not done:
+            report.timed_out += sorted({entry.name for entry in due} - report.not_closed)
+        report.closed = [entry.name for entry in due if entry.name not in report.not_closed]
+        _count_undelivered(report, [entry for entry in due if entry.destination], engine.logger)
+        for entry in entries:
+            entry.release(engine)
 
 
-async def _run_step(
-    method: str, entries: Sequence[CallbackEntry], occasion: Occasion, report: CloseReport, deadline: float
-) -> None:
-    handlers = [h for entry in entries if (h := _handler(entry, method, deadline, occasion)) is not None]
-    for handler, error in await run_fanout(handlers, occasion) if handlers else []:
-        if isinstance(error, HandlerTimeoutError):
-            report.timed_out.append(handler.name)
-            log.error("callback %s did not finish %s by the deadline", handler.name, method)
-        else:
-            report.failed[handler.name] = error
-            log.error("callback %s failed in %s", handler.name, method, exc_info=error)
+class _Steps:
+    """The steps of closing, each over some callbacks, concurrently."""
+
+    def __init__(self, engine: Engine[Any], report: CloseReport, delivery: Delivery, deadline: float) -> None:
+        self.report = report
+        self.delivery = delivery
+        self.deadline = deadline
+        self.logger = engine.logger
+        self.occasion = Occasion(_Closing(), engine.state, engine.logger, None)
+
+    async def run(self, method: str, entries: Sequence[CallbackEntry]) -> None:
+        """Call their `close` or `post_close`, as far as they have one."""
+        handlers = [handler for entry in entries if (handler := self.handler(entry, method)) is not None]
+        for handler, error in await run_fanout(handlers, self.occasion) if handlers else []:
+            if isinstance(error, HandlerTimeoutError):
+                self.report.timed_out.append(handler.name)
+                log.error("callback %s did not finish %s by the deadline", handler.name, method)
+            else:
+                self.report.failed[handler.name] = error
+                log.error("callback %s failed in %s", handler.name, method, exc_info=error)
+
+    def handler(self, entry: CallbackEntry, method: str) -> Handler | None:
+        bound = overrides(entry.callback, method)
+        if bound is None:
+            return None
+        call = self.delivery.at_home(entry, bound if method == "close" else lambda *_: bound())
+        # A deadline in the past still grants a moment, so that a `close` that need not wait gets to run.
+        timeout = max(self.deadline - anyio.current_time(), 0.001)
+        is_async = is_async_callable(bound) or is_async_callable(call)
+        return Handler(entry.name, call, HOOK, is_async=is_async, timeout=timeout)
+
+    async def deliver_rest(self, entries: Sequence[CallbackEntry]) -> None:
+        """Deliver, until the deadline, the records that wait for the async destinations."""
+
+        async def deliver(entry: CallbackEntry, pending: Pending) -> None:
+            for failure in await self.delivery.at_home(entry, drain)(pending):
+                log.error("destination %s failed while closing", entry.name, exc_info=failure)
+
+        with anyio.move_on_after(max(self.deadline - anyio.current_time(), 0)):
+            async with anyio.create_task_group() as group:
+                for entry, pending in _pending(entries, self.logger):
+                    group.start_soon(deliver, entry, pending)
 
 
-def _handler(entry: CallbackEntry, method: str, deadline: float, occasion: Occasion) -> Handler | None:
-    bound = overrides(entry.callback, method)
-    if bound is None:
-        return None
-    is_async = is_async_callable(bound)
-    call = bound
-    if method == "post_close":
-        call = (lambda *_: bound())  # noqa: E731
-    # A deadline in the past still grants a moment, so that a `close` that need not wait gets to run.
-    timeout = max(deadline - anyio.current_time(), 0.001) if is_async else None
-    return Handler(entry.name, call, HOOK, is_async=is_async, timeout=timeout)
+def _count_undelivered(report: CloseReport, destinations: Sequence[CallbackEntry], logger: Any) -> None:
+    for entry, pending in _pending(destinations, logger):
+        count = len(pending) + pending.lost
+        if count:
+            report.undelivered[entry.name] = report.undelivered.get(entry.name, 0) + count
+            log.error("destination %s was closed with %d records undelivered", entry.name, count)
 
 
-async def _deliver_rest(destinations: Sequence[CallbackEntry], logger: Any, report: CloseReport, deadline: float) -> None:
-    """Deliver the records that wait for the async destinations, and count what the deadline leaves."""
+def _pending(destinations: Sequence[CallbackEntry], logger: Any) -> list[tuple[CallbackEntry, Pending]]:
     if not isinstance(logger, Logger):
-        return
-    waiting = [(entry, pending) for entry in destinations if (pending := logger.pending(entry.callback))]
-    if not waiting:
-        return
-
-    async def deliver(entry: CallbackEntry, pending: Any) -> None:
-        failure = await drain(pending)
-        if failure is not None:
-            log.error("destination %s failed while closing", entry.name, exc_info=failure)
-
-    with anyio.move_on_after(max(deadline - anyio.current_time(), 0)):
-        async with anyio.create_task_group() as group:
-            for entry, pending in waiting:
-                group.start_soon(deliver, entry, pending)
-    for entry, pending in waiting:
-        if pending:
-            report.undelivered[entry.name] = len(pending)
-            log.error("destination %s was closed with %d records undelivered", entry.name, len(pending))
+        return []
+    return [(entry, pending) for entry in destinations if (pending := logger.pending(entry.callback)) is not None]

@@ -1,53 +1,83 @@
-"""The destination stage: an async destination gets the records logged since the last event, then its hook."""
+"""The destination stage: a destination gets the records logged for it since the last event, then its hook."""
 
 from __future__ import annotations
 
-import inspect
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable
+from contextvars import ContextVar
 from typing import Any
 
+import anyio
+
 from eventbus_engine.fanout import HOOK, Handler
-from eventbus_engine.logger import Logger
+from eventbus_engine.logger import Logger, Pending
 from eventbus_engine.participants import CallbackEntry
 
 __all__ = ["delivery_handler", "drain"]
 
+_delivering: ContextVar[Pending | None] = ContextVar("eventbus_engine_delivering", default=None)
 
-def delivery_handler(entry: CallbackEntry, hook: Handler | None, logger: Any) -> Handler | None:
-    """What a destination does on an event: its waiting records first, in order, then its hook. None for nothing."""
+
+def delivery_handler(entry: CallbackEntry, hook: Handler | None, logger: Any) -> tuple[Handler | None, int]:
+    """What a destination does on an event: its waiting records first, in order, then its hook. None for nothing.
+
+    In the background it takes the records along, so that the mailbox bounds them too.
+
+    Returns:
+        The handler, and the number of records and events it stands for.
+    """
     pending = logger.pending(entry.callback) if isinstance(logger, Logger) else None
     if not pending:
-        return hook
+        return hook, 1
+    records = pending if entry.delivery == "inline" else pending.take()
 
     async def deliver(*arguments: Any) -> None:
-        failure = await drain(pending)
+        failures = await drain(records)
+        if records is not pending:
+            pending.lost += records.lost
         if hook is not None:
-            result = hook.call(*arguments)
-            if inspect.isawaitable(result):
-                await result
-        if failure is not None:
-            raise failure
+            try:
+                result = hook.call(*arguments)
+                if isinstance(result, Awaitable):
+                    await result
+            except Exception as error:
+                failures.append(error)
+        if len(failures) == 1:
+            raise failures[0]
+        if failures:
+            raise ExceptionGroup(f"{len(failures)} failures of destination {entry.name}", failures)
 
     takes = HOOK if hook is None else hook.takes
-    return Handler(entry.name, deliver, takes, is_async=True, timeout=entry.timeout, owner=entry)
+    handler = Handler(entry.name, deliver, takes, is_async=True, timeout=entry.timeout, owner=entry)
+    return handler, len(records) + (hook is not None)
 
 
-async def drain(pending: deque[Callable[[], Any]]) -> Exception | None:
+async def drain(pending: Pending) -> list[Exception]:
     """Deliver every waiting record, in order; one that fails does not keep back the next.
 
     Returns:
-        The failure, an ExceptionGroup of them if there are several, or None.
+        The failures.
     """
+    if _delivering.get() is pending:
+        return []  # A record being delivered has published an event: whoever delivers it goes on with the rest.
+    while pending.delivering is not None:
+        await pending.delivering.wait()
+    pending.delivering = anyio.Event()
+    outside = _delivering.set(pending)
     failures: list[Exception] = []
-    while pending:
-        send = pending.popleft()
-        try:
-            result = send()
-            if inspect.isawaitable(result):
-                await result
-        except Exception as error:
-            failures.append(error)
-    if len(failures) > 1:
-        return ExceptionGroup(f"{len(failures)} records were not delivered", failures)
-    return failures[0] if failures else None
+    try:
+        while pending:
+            send = pending.popleft()
+            pending.lost += 1
+            try:
+                result = send()
+                if isinstance(result, Awaitable):
+                    await result
+            except Exception as error:
+                failures.append(error)
+            else:
+                pending.lost -= 1
+    finally:
+        _delivering.reset(outside)
+        pending.delivering.set()
+        pending.delivering = None
+    return failures

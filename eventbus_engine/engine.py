@@ -79,7 +79,7 @@ class Engine(Generic[StateT]):
         self._state_checked: Any = self._given
         self._theirs: set[str] = set()
         self._remembered: dict[tuple[EventName, tuple[int, ...]], Order] = {}
-        self._tracers = TracerSource(tracer_provider)
+        self.tracers = TracerSource(tracer_provider)
         self._active: set[Dispatch] = set()
         self._opening: tuple[Dispatch, anyio.Event] | None = None
         self._close_timeout: float | None = None
@@ -129,17 +129,19 @@ class Engine(Generic[StateT]):
 
     def _gather(self, before: Participants | None) -> Participants:
         algorithms, callbacks = self._live("algorithms"), self._live("callbacks")
+        if self._own_logger:
+            self.logger.follow(callbacks, before.seen_callbacks if before is not None else ())
+        return Participants(algorithms, callbacks, self._destinations(), self.events, before)
+
+    def _destinations(self) -> Sequence[Any]:
+        """The destinations of the logger now."""
+        if isinstance(self.logger, Logger):
+            return self.logger.destinations
         listed = read_option(self.logger, "destinations", ())
-        destinations = listed if isinstance(listed, Sequence) and not self._own_logger else ()
-        participants = Participants(algorithms, callbacks, destinations, self.events, before)
-        if isinstance(self.logger, Logger) and self._own_logger:
-            for entry in participants.entries:
-                if entry.destination:
-                    self.logger.add_destination(entry.callback)
-        return participants
+        return listed if isinstance(listed, Sequence) else ()
 
     def _current_participants(self) -> Participants:
-        if self._participants.changed(self._live("algorithms"), self._live("callbacks")):
+        if self._participants.changed(self._live("algorithms"), self._live("callbacks"), self._destinations()):
             self._participants = self._gather(self._participants)
             self._remembered.clear()
         return self._participants
@@ -190,7 +192,7 @@ class Engine(Generic[StateT]):
             UnknownEventError: no such event in the vocabulary.
             ConfigurationError: it is not the first half of a pair.
         """
-        return Pair(self.run_event, resolve_event(event, self.events), state, self._tracers)
+        return Pair(self.run_event, resolve_event(event, self.events), state, self.tracers)
 
     def explain(self, event: EventName | str, state: Any = None) -> Plan:
         """What would run on an event, in which order, and who decided so. Runs nothing but the matches and passes."""
@@ -215,7 +217,7 @@ class Engine(Generic[StateT]):
         assert dispatch is not None  # noqa: S101 -- the bus has set it
         self._admit(dispatch)
         state = self.state if envelope.state is None else envelope.state
-        tracer = self._tracers.get()
+        tracer = self.tracers.get()
         span = Activity(tracer, f"dispatch {event.value}", "dispatch", event) if tracer is not None else None
         occasion = Occasion(
             envelope, state, self.logger, dispatch, tracer if span is not None and span.recording else None
@@ -280,7 +282,9 @@ class Engine(Generic[StateT]):
         due = [entry for entry in participants.entries if not entry.opened and not entry.quarantined]
         for entry in due:
             entry.claim(self)
-        handlers = [handler for entry in due if (handler := entry.opener()) is not None]
+        # A background callback is opened by its worker, before its first event: that shall not slow the run either.
+        inline = [entry for entry in due if entry.delivery == "inline"]
+        handlers = [handler for entry in inline if (handler := entry.opener()) is not None]
         failures: list[tuple[Handler, Exception]] = []
         if handlers:
             self._opening = dispatch, anyio.Event()
@@ -309,16 +313,14 @@ class Engine(Generic[StateT]):
         """
         if self._close_timeout is None:
             self._close_timeout = timeout
-        if self._report is not None:
-            return self._report
-        if self._inside():
-            return CloseReport(pending=True)
-        await need_loop()
-        # It has its own deadline, and is never needed more than when the run has been cancelled.
-        with anyio.CancelScope(shield=True):
+        if self._report is None and not self._inside():
+            await need_loop()
             deadline = anyio.current_time() + timeout
-            await self._wait_for_active(timeout)
-            return await self._close_now(deadline)
+            # It has its own deadline, and is never needed more than when the run has been cancelled.
+            with anyio.CancelScope(shield=True):
+                await self._wait_for_active(timeout)
+                await self._close_now(deadline)
+        return self._report or CloseReport(pending=True)
 
     async def _wait_for_active(self, timeout: float) -> None:
         idle = anyio.Event()
@@ -331,7 +333,7 @@ class Engine(Generic[StateT]):
         finally:
             self._closers.discard(idle)
 
-    async def _close_now(self, deadline: float) -> CloseReport:
+    async def _close_now(self, deadline: float) -> None:
         while self._closing is not None:
             await self._closing.wait()
         if self._report is None:
@@ -346,15 +348,15 @@ class Engine(Generic[StateT]):
                 self._report = report
                 self._closing.set()
                 self._closing = None
-        return self._report
 
     def _inside(self) -> bool:
         """Whether the caller is a handler of an event this engine is running, or a `close` it is waiting for."""
+        if closing_engine.get() is self:
+            return True
         dispatch = current_dispatch()
-        return closing_engine.get() is self or (
-            dispatch is not None
-            and (dispatch in self._active or any(ancestor in self._active for ancestor in dispatch.ancestors()))
-        )
+        if dispatch is None:
+            return False
+        return not (self._active | self._delivery.running).isdisjoint([dispatch, *dispatch.ancestors()])
 
     async def _fall_idle(self) -> None:
         """The last event is done: whoever waits for that may close, or it was closed from inside and closes now."""

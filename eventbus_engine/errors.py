@@ -61,7 +61,7 @@ class CycleError(ConfigurationError):
     `cycle` holds the names along the cycle, the first one repeated at the end.
     """
 
-    def __init__(self, message: str, cycle: Sequence[str]) -> None:
+    def __init__(self, message: str, cycle: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.cycle = tuple(cycle)
 

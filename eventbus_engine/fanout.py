@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext, suppress
 from contextvars import Context, copy_context
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import anyio
 from anyio.abc import TaskGroup
 from opentelemetry.trace import Tracer
 
-from eventbus_engine._steps import need_loop, resume
+from eventbus_engine._steps import FirstStep, need_loop
 from eventbus_engine.errors import CallbackErrors, HandlerCancelledError, HandlerTimeoutError
 from eventbus_engine.telemetry.spans import Activity, code_name
 
@@ -34,7 +34,9 @@ __all__ = [
     "run_fanout",
 ]
 
-HOOK, EVENT, ENVELOPE = range(3)
+HOOK: Final = 0
+EVENT: Final = 1
+ENVELOPE: Final = 2
 """What a handler is called with: `(state, logger)`, `(event, state, logger)` or `(envelope)`."""
 
 
@@ -79,26 +81,37 @@ class Handler:
         self.takes = takes
         self.is_async = is_async
         self.timeout = timeout
-        self.owner = owner
+        self.owner: Any = owner
 
 
 class Occasion:
     """One event as its handlers see it."""
 
-    __slots__ = ("arguments", "copies", "dispatch", "event", "tracer")
+    __slots__ = ("arguments", "context", "copies", "dispatch", "event", "tracer")
 
     def __init__(
-        self, envelope: Any, state: Any, logger: Any, dispatch: Dispatch | None, tracer: Tracer | None = None
+        self,
+        envelope: Any,
+        state: Any,
+        logger: Any,
+        dispatch: Dispatch | None,
+        tracer: Tracer | None = None,
+        context: Context | None = None,
     ) -> None:
         self.event: EventName = envelope.event
-        self.arguments = ((state, logger), (self.event, state, logger), (envelope,))
+        self.arguments: tuple[tuple[Any, Any], tuple[EventName, Any, Any], tuple[Any]] = (
+            (state, logger),
+            (self.event, state, logger),
+            (envelope,),
+        )
         self.dispatch = dispatch
         self.tracer = tracer
+        self.context = context
         self.copies: dict[str, Any] = {}
 
     def untraced(self) -> Occasion:
         """The same without spans."""
-        return Occasion(self.arguments[ENVELOPE][0], *self.arguments[HOOK], self.dispatch)
+        return Occasion(self.arguments[ENVELOPE][0], *self.arguments[HOOK], self.dispatch, None, self.context)
 
     async def enter_task(self) -> None:
         """Get ready for something asynchronous."""
@@ -176,7 +189,7 @@ class _FanOut:
         self.group: TaskGroup
 
     async def run(self) -> list[tuple[Handler, Exception]]:
-        self.base = copy_context()
+        self.base = self.occasion.context or copy_context()
         i, begun = 0, None
         while i < len(self.handlers) and not self.handlers[i].is_async and begun is None:
             begun = self.call_plain(i)
@@ -224,7 +237,7 @@ class _FanOut:
 
         Starting them all at once would leave the order to the event loop, and trio shuffles on purpose.
         """
-        self.base.copy().run(self.group.start_soon, self.run_task, i, end, begun, started)
+        _ = self.base.copy().run(self.group.start_soon, self.run_task, i, end, begun, started)
 
     def call_plain(self, i: int) -> Begun | None:
         """Call a plain function here and now; returns what it returned if that has to be awaited."""
@@ -328,25 +341,6 @@ class _Baton:
             self.fan.start(following, self.end, None, self.started)
         elif self.started is not None:
             self.started.set()
-
-
-class FirstStep:
-    """Await something, and say so when it first suspends (never, if it does not)."""
-
-    __slots__ = ("_awaitable", "_then")
-
-    def __init__(self, awaitable: Awaitable[Any], then: Callable[[], None]) -> None:
-        self._awaitable = awaitable
-        self._then = then
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        steps: Any = self._awaitable.__await__()
-        try:
-            yielded = next(steps)
-        except StopIteration as stop:
-            return stop.value
-        self._then()
-        return (yield from resume(steps, yielded))
 
 
 def _cancelled_from_outside() -> bool:

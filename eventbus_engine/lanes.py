@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import anyio
 
@@ -24,12 +24,15 @@ class Dispatch:
         lanes: the lanes of the bus it was published on.
         running: False once it has been handled; a task that outlives it no longer nests.
         task_id: the anyio task that handles it, once something async runs in it.
-        blocked: the publishes from this dispatch that wait for another lane.
+        blocked: the publishes from this dispatch that wait for another lane, or for room in a mailbox.
+        apart: whether it is handled on another thread than its engine's events, so that nothing may be published.
     """
 
-    __slots__ = ("blocked", "lane", "lanes", "parent", "running", "task_id", "what")
+    __slots__ = ("apart", "blocked", "lane", "lanes", "parent", "running", "task_id", "what")
 
-    def __init__(self, what: Any, parent: Dispatch | None, lane: Hashable, lanes: Lanes) -> None:
+    def __init__(
+        self, what: Any, parent: Dispatch | None, lane: Hashable, lanes: Lanes, *, apart: bool = False
+    ) -> None:
         self.what = what
         self.parent = parent
         self.lane = lane
@@ -37,6 +40,7 @@ class Dispatch:
         self.running = True
         self.task_id: int | None = None
         self.blocked: set[Waiter] | None = None
+        self.apart = apart
         # Forget those that are done: a task that publishes from a task that published from a task, and so on, would
         # keep everything they ever handled.
         if parent is not None:
@@ -64,17 +68,53 @@ class Dispatch:
             self.task_id = anyio.get_current_task().id
 
 
+class Busy(Protocol):
+    """What a dispatch may have to wait for: a lane, or a full mailbox."""
+
+    running: set[Dispatch]
+    """The dispatches that have to end before it is free."""
+
+
 class Waiter:
-    """A dispatch in the queue of a lane."""
+    """A dispatch that waits for a lane, or for room in a mailbox.
 
-    __slots__ = ("dispatch", "granted", "lane", "ready", "task_id")
+    Args:
+        behind: what it waits for.
+        dispatch: who waits.
+        what: says what it waits for, unless that is for somebody on a lane to be done.
+    """
 
-    def __init__(self, lane: Lane, dispatch: Dispatch, task_id: int) -> None:
-        self.lane = lane
+    __slots__ = ("behind", "dispatch", "granted", "ready", "task_id", "what")
+
+    def __init__(self, behind: Busy, dispatch: Dispatch, what: str = "") -> None:
+        self.behind = behind
         self.dispatch = dispatch
-        self.task_id = task_id
+        self.what = what
+        self.task_id = anyio.get_current_task().id
         self.ready = anyio.Event()
         self.granted = False
+
+    async def wait(self, held_up: Sequence[Dispatch]) -> None:
+        """Wait until it is ready.
+
+        Args:
+            held_up: the dispatches that cannot end before this wait.
+
+        Raises:
+            DeadlockError: what it waits for waits, however indirectly, for one of those.
+        """
+        for dispatch in held_up:
+            if dispatch.blocked is None:
+                dispatch.blocked = set()
+            dispatch.blocked.add(self)
+        try:
+            if held_up:
+                _refuse_deadlock(self, held_up)
+            await self.ready.wait()
+        finally:
+            for dispatch in held_up:
+                if dispatch.blocked is not None:
+                    dispatch.blocked.discard(self)
 
 
 class Lane:
@@ -123,29 +163,16 @@ class Lanes:
                 f"{_describe(dispatch)} was published by engine.sync while an event of it is being handled on an event "
                 f"loop, which this call would block; await engine.run_event(...) there"
             )
-        await self._wait(Waiter(lane, dispatch, anyio.get_current_task().id), ancestors)
-
-    async def _wait(self, waiter: Waiter, ancestors: Sequence[Dispatch]) -> None:
-        waiters = waiter.lane.waiters
-        waiters[waiter] = None
-        for ancestor in ancestors:
-            if ancestor.blocked is None:
-                ancestor.blocked = set()
-            ancestor.blocked.add(waiter)
+        waiter = Waiter(lane, dispatch)
+        lane.waiters[waiter] = None
         try:
-            if ancestors:
-                _refuse_deadlock(waiter, ancestors)
-            await waiter.ready.wait()
+            await waiter.wait(ancestors)
         except BaseException:
             if waiter.granted:
-                self.leave(waiter.dispatch)
+                self.leave(dispatch)
             else:
-                del waiters[waiter]
+                del lane.waiters[waiter]
             raise
-        finally:
-            for ancestor in ancestors:
-                if ancestor.blocked is not None:
-                    ancestor.blocked.discard(waiter)
 
     def leave(self, dispatch: Dispatch) -> None:
         """Once all that ran on the lane are done, hand it to the next in the queue; without one it vanishes."""
@@ -167,7 +194,7 @@ HoldsUp: TypeAlias = Callable[[int, "int | None"], bool]
 
 
 def _refuse_deadlock(waiter: Waiter, ancestors: Sequence[Dispatch]) -> None:
-    """Raise if whoever has the lane waits for one of the dispatches that wait for `waiter`.
+    """Raise if whoever has what it waits for waits for one of the dispatches that wait for `waiter`.
 
     A wait counts only if the dispatch cannot end before it: a task that a handler sent off to a group of somebody
     else's, or without any group, holds nobody up.
@@ -178,7 +205,8 @@ def _refuse_deadlock(waiter: Waiter, ancestors: Sequence[Dispatch]) -> None:
         if chain:
             raise DeadlockError(
                 f"these dispatches wait for each other and would never end: {'; '.join(chain)}. Publish the inner "
-                f"event without awaiting it in the handler, or give both states one key",
+                f"event without awaiting it in the handler, give both states one key, or let a full mailbox drop "
+                f"events instead of on_full='block'",
                 chain,
             )
 
@@ -190,7 +218,7 @@ def _find_cycle(waiter: Waiter, ancestors: Sequence[Dispatch], holds_up: HoldsUp
     ahead: list[tuple[Waiter, Dispatch | None]] = [(waiter, None)]
     while ahead:
         wait, by_way_of = ahead.pop()
-        for dispatch in wait.lane.running:
+        for dispatch in wait.behind.running:
             if dispatch in reached:
                 continue
             reached[dispatch] = wait, by_way_of
@@ -205,7 +233,7 @@ def _chain(end: Dispatch, reached: Mapping[Dispatch, tuple[Waiter, Dispatch | No
     dispatch: Dispatch | None = end
     while dispatch is not None:
         wait, by_way_of = reached[dispatch]
-        steps.append(f"{_describe(wait.dispatch)} waits for {_describe(dispatch)}")
+        steps.append(f"{_describe(wait.dispatch)} waits for {wait.what}{_describe(dispatch)}")
         dispatch = by_way_of
     return steps[::-1]
 
@@ -226,5 +254,6 @@ class _TaskTree:
 
 def _describe(dispatch: Dispatch) -> str:
     envelope = dispatch.what
-    on = f"key {envelope.key!r}" if envelope.key is not None else f"{type(envelope.state).__name__} at {id(envelope.state):#x}"
+    state = envelope.state
+    on = f"{type(state).__name__} at {id(state):#x}" if envelope.key is None else f"key {envelope.key!r}"
     return f"{envelope.event.name} of {on}"

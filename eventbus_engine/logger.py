@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+import anyio
+
 from eventbus_engine._options import MISSING, is_async_callable, name_of, own_method
 from eventbus_engine.callback import Callback, unwrap
 from eventbus_engine.trace import batches_done
@@ -87,6 +89,27 @@ def _raise(error: Exception) -> None:
     raise error
 
 
+class Pending(deque[Callable[[], Any]]):
+    """The records that wait for a destination, in order, each a call to make and await.
+
+    Attributes:
+        lost: records that were taken out and that the destination failed on, or was cancelled over.
+        delivering: while somebody is delivering them, what tells that it is over.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost = 0
+        self.delivering: anyio.Event | None = None
+
+    def take(self) -> Pending:
+        """Take all of them out."""
+        taken = Pending()
+        while self:
+            taken.append(self.popleft())
+        return taken
+
+
 class _Port:
     """The logger's end of one destination: which methods it has, and the records waiting for its async ones."""
 
@@ -95,7 +118,7 @@ class _Port:
     def __init__(self, destination: Any) -> None:
         self.destination = destination
         self.name = name_of(destination)
-        self.pending: deque[Callable[[], Any]] = deque()
+        self.pending = Pending()
         target = unwrap(destination)
         self.methods: dict[str, tuple[Callable[..., Any], bool]] = {}
         for method in _METHODS:
@@ -126,7 +149,20 @@ class Logger:
         """Send the records from now on to this destination too; once is enough."""
         if not any(known is destination for known in self.destinations):
             self.destinations.append(destination)
-            self._ports[id(destination)] = _Port(destination)
+            self._ports.setdefault(id(destination), _Port(destination))
+
+    def follow(self, callbacks: Iterable[Any], before: Iterable[Any] = ()) -> None:
+        """Log to the destinations among these callbacks, and to none that was among those before and has left.
+
+        What was logged for one that leaves is still delivered to it when the engine closes.
+        """
+        staying = list(callbacks)
+        left = {id(callback) for callback in before} - {id(callback) for callback in staying}
+        # In place: loggers bound to other states share the list.
+        self.destinations[:] = [destination for destination in self.destinations if id(destination) not in left]
+        for callback in staying:
+            if is_destination(callback):
+                self.add_destination(callback)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log metrics, name to value. `step` defaults to the state's batch."""
@@ -174,7 +210,7 @@ class Logger:
 
     def takes(self, method: str) -> bool:
         """Whether any destination has this `log_*` method, so that the caller may spare itself the work."""
-        return any(method in port.methods for port in self._ports.values())
+        return any(method in self._ports[id(destination)].methods for destination in self.destinations)
 
     def bound_to(self, state: Any) -> Logger:
         """A logger with the same destinations whose default step is another state's, for a background snapshot."""
@@ -186,7 +222,8 @@ class Logger:
         return batches_done(self._state) if step is None else step
 
     def _send(self, method: str, *args: Any, **kwargs: Any) -> None:
-        for port in list(self._ports.values()):
+        for destination in tuple(self.destinations):
+            port = self._ports[id(destination)]
             found = port.methods.get(method)
             if found is None:
                 continue
@@ -208,7 +245,7 @@ class Logger:
         error.add_note(f"in destination {port.name}, {method}")
         port.pending.append(functools.partial(_raise, error))
 
-    def pending(self, destination: Any) -> deque[Callable[[], Any]] | None:
+    def pending(self, destination: Any) -> Pending | None:
         """The records waiting for an async destination, each a call to make and await; None if it is not ours."""
         port = self._ports.get(id(destination))
         return port.pending if port is not None else None

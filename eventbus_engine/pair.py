@@ -27,7 +27,11 @@ class Pair:
     """
 
     def __init__(
-        self, run_event: Callable[[EventName, Any], Awaitable[Traces]], event: EventName, state: Any, tracers: TracerSource
+        self,
+        run_event: Callable[[EventName, Any], Awaitable[Traces]],
+        event: EventName,
+        state: Any,
+        tracers: TracerSource,
     ) -> None:
         partner = event.partner
         if partner is None or not event.is_before_event:

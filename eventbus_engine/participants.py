@@ -137,8 +137,7 @@ class CallbackEntry:
 
     def opener(self) -> Handler | None:
         """What there is to run before its first event; with nothing to run, it is open from here on."""
-        # A background callback is opened by its worker, before its first event: that shall not slow the run either.
-        handler = self.lifetime_handler("open") if self.delivery == "inline" else None
+        handler = self.lifetime_handler("open")
         self.opened = handler is None
         return handler
 
@@ -230,6 +229,7 @@ class Participants:
     ) -> None:
         self.seen_algorithms = tuple(algorithms)
         self.seen_callbacks = tuple(callbacks)
+        self.seen_destinations = tuple(destinations)
         self.warned: set[frozenset[str]] = before.warned if before is not None else set()
         everybody = [*callbacks, *(d for d in destinations if not any(d is c for c in callbacks))]
         _refuse_twice("algorithm", algorithms)
@@ -242,7 +242,7 @@ class Participants:
         seen = [*before.entries, *before.departed] if before is not None else []
         known = {id(entry.callback): entry for entry in seen}
         self.entries: list[CallbackEntry] = []
-        taken = {known[id(callback)].name for callback in everybody if id(callback) in known}
+        taken = {entry.name for entry in seen}
         for callback in everybody:
             entry = known.get(id(callback))
             if entry is None:
@@ -256,19 +256,25 @@ class Participants:
                         f"name its methods like events, or derive it from Callback"
                     )
             self.entries.append(entry)
-        # Who has left the run while open is still to be closed with it.
-        self.departed = [entry for entry in seen if entry.opened and entry not in self.entries]
-        self.destinations = [entry for entry in self.entries if entry.destination and entry.delivery == "inline"]
-        background = [entry for entry in self.entries if entry.delivery == "background"]
-        inline = [entry for entry in self.entries if entry.delivery == "inline" and not entry.destination]
+        # Who has left the run while open, or while its worker may still open it, is to be closed with it.
+        left = [entry for entry in seen if entry not in self.entries]
+        self.departed: list[CallbackEntry] = [e for e in left if e.opened or e.delivery == "background"]
+        self.destinations = [entry for entry in self.entries if entry.destination]
+        watching = [entry for entry in self.entries if not entry.destination]
+        inline = [entry for entry in watching if entry.delivery == "inline"]
+        background = [entry for entry in watching if entry.delivery == "background"]
         self.callback_hooks = {event: _hooks_of(inline, event) for event in events}
         self.background_hooks = {event: _hooks_of(background, event) for event in events}
         self.all_opened = all(entry.opened for entry in self.entries)
         self._warn_of_conflicts()
 
-    def changed(self, algorithms: Sequence[Any], callbacks: Sequence[Any]) -> bool:
+    def changed(self, algorithms: Sequence[Any], callbacks: Sequence[Any], destinations: Sequence[Any]) -> bool:
         """Whether these are others than the ones seen, by identity."""
-        return not (_same(self.seen_algorithms, algorithms) and _same(self.seen_callbacks, callbacks))
+        return not (
+            _same(self.seen_algorithms, algorithms)
+            and _same(self.seen_callbacks, callbacks)
+            and _same(self.seen_destinations, destinations)
+        )
 
     def _warn_of_conflicts(self) -> None:
         for pair in find_conflicts(self.seen_algorithms):

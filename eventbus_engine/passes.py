@@ -207,34 +207,31 @@ def _means(reference: Any, candidate: object) -> bool:
 
 def cycle_error(algorithms: Sequence[Any], before: Mapping[int, set[int]]) -> CycleError:
     """The error for constraints that contradict each other, naming the whole cycle."""
-    cycle = find_cycle(before)
     unique = unique_names(algorithms)
-    names = [unique[i] for i in reversed(cycle)]
-    chain = " before ".join(names)
+    names = [unique[i] for i in find_cycle(before)]
+    names.append(names[0])
     return CycleError(
-        f"the ordering constraints contradict each other: {chain}; drop one of the run_before, run_after or around "
-        f"that say so",
+        f"the ordering constraints contradict each other: {' before '.join(names)}; drop one of the run_before, "
+        f"run_after or around that say so",
         names,
     )
 
 
 def find_cycle(before: Mapping[int, set[int]]) -> list[int]:
-    """A closed walk `[a, ..., a]` along the predecessors, empty if there is none."""
-    done: set[int] = set()
-    for start in before:
-        path: list[int] = []
-        node: int | None = start
-        while node is not None and node not in done:
-            if node in path:
-                return [*path[path.index(node) :], node]
-            path.append(node)
-            # A node without an unfinished predecessor is on no cycle: retreat, and try the next one.
-            while node is not None and not (before.get(node, set()) - done):
-                done.add(path.pop())
-                node = path[-1] if path else None
-            if node is not None:
-                node = min(before[node] - done)
-    return []
+    """Positions of which each has to come before the next, and the last before the first; empty if there are none."""
+    stuck = dict(before)
+    while free := [i for i, others in stuck.items() if not others & stuck.keys()]:
+        for i in free:
+            del stuck[i]
+    if not stuck:
+        return []
+    # Whatever is stuck has a predecessor that is: following them leads round in the end.
+    walk = [min(stuck)]
+    while (earlier := min(stuck[walk[-1]] & stuck.keys())) not in walk:
+        walk.append(earlier)
+    cycle = walk[walk.index(earlier) :][::-1]
+    first = cycle.index(min(cycle))
+    return cycle[first:] + cycle[:first]
 
 
 def check_constraints(algorithms: Sequence[Any]) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
-from types import CoroutineType
 from typing import Any, TypeAlias
 
 import anyio
 
 from eventbus_engine.errors import AsyncMatchError, HandlerTimeoutError
 from eventbus_engine.event import EventName
-from eventbus_engine.fanout import EVENT, HOOK, Occasion, outcome_of
+from eventbus_engine.fanout import EVENT, HOOK, Occasion, add_note, outcome_of
 from eventbus_engine.logger import Logger
 from eventbus_engine.participants import AlgorithmEntry
 from eventbus_engine.plan import Order
@@ -62,8 +61,7 @@ async def run_algorithms(
     else:
         _complete(traces, entries, unmatched, order, event)
     finally:
-        skipped = [trace.name for trace in traces.values() if not trace.run]
-        if dispatch_span is not None and skipped:
+        if dispatch_span is not None and (skipped := [trace.name for trace in traces.values() if not trace.run]):
             dispatch_span.set("eventbus.skipped", skipped)
         if traces and isinstance(logger, Logger) and logger.takes("log_traces"):
             logger.log_traces(traces, step=step_of(event, state))
@@ -79,14 +77,17 @@ def matches(entry: AlgorithmEntry, event: EventName, state: Any) -> bool:
     """
     try:
         result = entry.match(event, state)
-        if type(result) is CoroutineType:
-            result.close()
+        if result is True or result is False:
+            return result
+        if isinstance(result, Awaitable):
+            if isinstance(result, Coroutine):
+                result.close()
             raise AsyncMatchError(
                 f"{entry.name}.match is async; matching decides the order, so make it a plain function"
             )
         return bool(result)
     except Exception as error:
-        error.add_note(f"in match of algorithm {entry.name} on {event.name}")
+        add_note(error, f"in match of algorithm {entry.name} on {event.name}")
         raise
 
 
@@ -101,7 +102,7 @@ async def _apply(entry: AlgorithmEntry, trace: Trace, occasion: Occasion, offloa
         trace.exit_code = await _call(entry, occasion, offload)
     except BaseException as error:
         trace.error, trace.outcome = error, outcome_of(error)
-        error.add_note(f"in algorithm {entry.name} on {occasion.event.name}")
+        add_note(error, f"in algorithm {entry.name} on {occasion.event.name}")
         raise
     finally:
         trace.duration_ns = time.perf_counter_ns() - started

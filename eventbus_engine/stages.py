@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from eventbus_engine.bus import CallNext, Envelope
-from eventbus_engine.delivery import Delivery
+from eventbus_engine.delivery import Delivery, Room
 from eventbus_engine.destinations import delivery_handler
-from eventbus_engine.errors import CallbackErrors
+from eventbus_engine.errors import CallbackErrors, DeadlockError
 from eventbus_engine.fanout import HOOK, Handler, Occasion, raise_failures, run_fanout
 from eventbus_engine.participants import Participants
 from eventbus_engine.sequence import attach_traces
@@ -43,40 +43,59 @@ async def run_callbacks(
 
     Raises:
         CallbackErrors: of callbacks, subscribers and destinations, once all of them are done.
+        DeadlockError: the event waits for room in a mailbox whose callback waits for the event.
         Exception: of an algorithm of an engine further down the chain.
     """
     failures: Failures = []
+    full: list[Room] = []
     if traces is None:
-        failures += await _run_destinations(participants, occasion)
-    handlers = [hook for hook in participants.callback_hooks[occasion.event] if hook.owner.ready]
+        failures += await _run_destinations(participants, occasion, delivery, full)
     for hook in participants.background_hooks[occasion.event]:
-        full = delivery.post(hook, occasion)
-        if full is not None:
-            handlers.append(full)
+        full += delivery.post(hook, occasion)
+    handlers = [hook for hook in participants.callback_hooks[occasion.event] if hook.owner.ready]
     chain = _Chain(call_next, envelope)
     subscribers = getattr(call_next, "handlers_for", None)
     if subscribers is not None:
         handlers += subscribers(envelope)
-    failures += await run_fanout(handlers, occasion, chain.run if subscribers is None else None)
+    rest = chain.run if subscribers is None else None
+    if handlers or rest is not None:
+        failures += await run_fanout(handlers, occasion, rest)
     if traces is not None:
-        failures += await _run_destinations(participants, occasion)
-    if failures or chain.failure is not None:
+        failures += await _run_destinations(participants, occasion, delivery, full)
+    # Last, so that a full mailbox holds up the next event of its publisher and nothing of this one.
+    down = (await _wait_for_room(full, occasion) if full else None) or chain.failure
+    if failures or down is not None:
         order = {id(entry): i for i, entry in enumerate(participants.entries)}
         failures.sort(key=lambda failure: order.get(id(failure[0].owner), len(order)))
-        _raise(failures, chain, occasion, traces or {})
+        _raise(failures, down, occasion, traces or {})
     return chain.traces
 
 
-async def _run_destinations(participants: Participants, occasion: Occasion) -> Failures:
+async def _run_destinations(
+    participants: Participants, occasion: Occasion, delivery: Delivery, full: list[Room]
+) -> Failures:
     """Hand every destination what was logged for it since the last event, then call its hook."""
     _, logger = occasion.arguments[HOOK]
-    found = [
-        delivery_handler(entry, entry.hooks.get(occasion.event), logger)
-        for entry in participants.destinations
-        if entry.ready
-    ]
-    handlers = [handler for handler in found if handler is not None]
+    handlers: list[Handler] = []
+    for entry in participants.destinations:
+        if entry.quarantined:
+            continue
+        handler, size = delivery_handler(entry, entry.hooks.get(occasion.event), logger)
+        if handler is not None and entry.delivery == "background":
+            full += delivery.post(handler, occasion, size)
+        elif handler is not None and entry.opened:
+            handlers.append(handler)
     return await run_fanout(handlers, occasion) if handlers else []
+
+
+async def _wait_for_room(full: list[Room], occasion: Occasion) -> DeadlockError | None:
+    await occasion.enter_task()
+    try:
+        for room in full:
+            await room()
+    except DeadlockError as error:
+        return error
+    return None
 
 
 class _Chain:
@@ -96,9 +115,8 @@ class _Chain:
             self.failure = error
 
 
-def _raise(failures: Failures, chain: _Chain, occasion: Occasion, traces: Traces) -> None:
-    """Raise what counts. The failed algorithm of an engine further down propagates as itself, before all else."""
-    down = chain.failure
+def _raise(failures: Failures, down: Exception | None, occasion: Occasion, traces: Traces) -> None:
+    """Raise what counts. A deadlock, or what failed further down the chain, propagates as itself, before all else."""
     others = down.exceptions if isinstance(down, CallbackErrors) else ()
     try:
         raise_failures(failures, occasion.event, others)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 from anyio.lowlevel import current_token
 
-from eventbus_engine._steps import NEED_LOOP, Resumed, without_loop
+from eventbus_engine._steps import leave_loop, steps_of, without_loop
 from eventbus_engine.errors import SyncUsageError
 
 if TYPE_CHECKING:
@@ -22,10 +24,14 @@ if TYPE_CHECKING:
     from eventbus_engine.pair import Pair
     from eventbus_engine.trace import Traces
 
-__all__ = ["SyncEngine"]
+__all__ = ["LoopThread", "SyncEngine"]
+
+log = logging.getLogger("eventbus_engine")
 
 T = TypeVar("T")
-_MISSING = object()
+
+GRACE = 0.5
+"""Seconds that what has been told to end gets for it, however little of the deadline is left."""
 
 
 class SyncEngine:
@@ -34,7 +40,8 @@ class SyncEngine:
     An event whose participants are all plain functions runs right here, on the calling thread, without any event
     loop. As soon as something asynchronous takes part, the rest of the event runs as a task on a private asyncio loop
     driven on the calling thread, so that what belongs to the thread (torch's autocast and no_grad) holds. Where a
-    loop is running on this thread already, as in Jupyter, that rest runs on another thread while this one waits.
+    loop is running on this thread already, as in Jupyter, that rest runs on a loop thread while this one waits.
+    The workers of background callbacks live on that loop thread too, from their first event until `close`.
 
     Calls from several threads take turns.
     """
@@ -43,6 +50,7 @@ class SyncEngine:
         self._engine = engine
         self._turn = threading.Lock()
         self._runner: asyncio.Runner | None = None
+        self._thread: LoopThread | None = None
 
     def run_event(self, event: EventName | str, state: Any = None) -> Traces:
         """Like `Engine.run_event`, blocking.
@@ -66,12 +74,19 @@ class SyncEngine:
         self._run(lambda: pair.__aexit__(None, None, None))
 
     def close(self, timeout: float = 10.0) -> CloseReport:
-        """Like `Engine.close`, blocking; also closes the private event loop."""
+        """Like `Engine.close`, blocking; also ends the private event loop and the loop thread."""
+        deadline = time.monotonic() + timeout
         report = self._run(lambda: self._engine.close(timeout))
         with self._turn:
             if self._runner is not None:
-                runner, self._runner = self._runner, None
-                _outside_any_loop(runner.close)
+                # On a thread without a loop, whatever runs on this one.
+                closing = threading.Thread(target=self._runner.close, name="eventbus-engine-close")
+                closing.start()
+                closing.join()
+                self._runner = None
+            if self._thread is not None:
+                self._thread.stop(max(deadline - time.monotonic(), GRACE))
+                self._thread = None
         return report
 
     def _run(self, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -81,17 +96,24 @@ class SyncEngine:
                 "handler async and await engine.run_event(...) there"
             )
         with self._turn:
+            self._engine._delivery.start_thread = self._loop_thread
             context = copy_context()
+            context.run(leave_loop)
+            before = dict(context.items())
             try:
                 return self._step(start(), context)
             finally:
-                _take_over(context)
+                # Plain functions run in the caller's context, as far as anybody can tell.
+                for variable, value in context.items():
+                    if before.get(variable, self) is not value:
+                        variable.set(value)
 
     def _step(self, coroutine: Coroutine[Any, Any, T], context: Context) -> T:
         """Step the coroutine here; if it turns out to need an event loop, give it one from there on."""
+        steps = steps_of(coroutine)
         context.run(without_loop.set, True)
         try:
-            context.run(coroutine.send, None)
+            context.run(steps.send, None)
         except StopIteration as stop:
             result: T = stop.value
             return result
@@ -99,41 +121,101 @@ class SyncEngine:
             context.run(without_loop.set, False)
 
         async def rest() -> T:
-            value: T = await Resumed(coroutine)
-            return value
+            return await steps
 
+        if _loop_is_running():
+            return self._loop_thread().run(rest(), context)
         if self._runner is None:
             # A factory, because without one the runner would install its loop as this thread's current one.
             self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-        runner = self._runner
-        return _outside_any_loop(lambda: runner.run(rest(), context=context))
+        return self._runner.run(rest(), context=context)
+
+    def _loop_thread(self) -> LoopThread:
+        if self._thread is None:
+            self._thread = LoopThread()
+        return self._thread
 
 
-def _outside_any_loop(function: Callable[[], T]) -> T:
-    """Call a function that drives an event loop: here, or on another thread if one is running on this."""
+class LoopThread:
+    """An asyncio event loop that runs on a thread of its own until it is stopped.
+
+    A daemon: a program that forgets to close the engine still ends.
+    """
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._ready = threading.Event()
+        # A loop keeps no more than weak references to its tasks.
+        self._tasks: list[asyncio.Task[None]] = []
+        self._thread = threading.Thread(target=self._main, name="eventbus-engine-loop", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+
+    def _main(self) -> None:
+        with self._runner:
+            self._runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
+        self._ready.set()
+        await self._stopping.wait()
+
+    def call(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """Call a plain function on the thread, and wait for what it returns."""
+        if threading.get_ident() == self._thread.ident:
+            return function(*arguments, **named)
+
+        async def call() -> T:
+            return function(*arguments, **named)
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
+
+    def start_soon(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Start a task on the loop, and leave it."""
+        self._tasks.append(self.call(self._loop.create_task, function()))
+
+    def run(self, coroutine: Coroutine[Any, Any, T], context: Context) -> T:
+        """Run a task on the loop, in that very context, and wait for it. An interrupt cancels it first."""
+        done = threading.Event()
+        task: asyncio.Task[T] = self.call(self._loop.create_task, coroutine, context=context)
+        self.call(task.add_done_callback, lambda _: done.set())
+        try:
+            done.wait()
+        except BaseException:
+            self._loop.call_soon_threadsafe(task.cancel)
+            done.wait()
+            raise
+        return task.result()
+
+    async def visit(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function on the thread, plain or async, and wait for it without holding up the caller's loop."""
+
+        async def call() -> Any:
+            result = function(*arguments)
+            return await result if isinstance(result, Awaitable) else result
+
+        if threading.get_ident() == self._thread.ident:
+            return await call()
+        future = asyncio.run_coroutine_threadsafe(call(), self._loop)
+        try:
+            return await anyio.to_thread.run_sync(future.result, abandon_on_cancel=True)
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self, timeout: float) -> None:
+        """End the loop and the thread; what still runs there is cancelled, and after so many seconds abandoned."""
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            log.error("a background callback holds up its thread, which is left behind")
+
+
+def _loop_is_running() -> bool:
+    """Whether an event loop, of whichever library, is running on this thread."""
     try:
         current_token()
     except anyio.NoEventLoopError:
-        return function()
-    outcome: list[Any] = []
-
-    def call() -> None:
-        try:
-            outcome.extend((function(), None))
-        except BaseException as error:
-            outcome.extend((None, error))
-
-    thread = threading.Thread(target=call, name="eventbus-engine-sync")
-    thread.start()
-    thread.join()
-    result, error = outcome
-    if error is not None:
-        raise error
-    return result  # type: ignore[no-any-return]
-
-
-def _take_over(context: Context) -> None:
-    """Set here what was set in there: plain functions run in the caller's context, as far as anybody can tell."""
-    for variable, value in context.items():
-        if variable is not without_loop and variable.get(_MISSING) is not value:
-            variable.set(value)
+        return False
+    return True

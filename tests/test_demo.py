@@ -37,7 +37,7 @@ SEVEN_LINES = [
 def command(directory: Path, *arguments: str) -> list[str]:
     """The demo's command line, writing to `directory/demo`."""
     demo = [sys.executable, "-m", "eventbus_engine", "demo", "--runs-dir", str(directory), "--run-name", "demo"]
-    return [*demo, "--target", "0.8", *arguments]
+    return [*demo, "--target", "0.3", *arguments]
 
 
 def run(directory: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -45,6 +45,7 @@ def run(directory: Path, *arguments: str, **environment: str) -> subprocess.Comp
     return subprocess.run(
         command(directory, *arguments),
         env={**os.environ, **environment},
+        check=False,
         capture_output=True,
         text=True,
         timeout=240,
@@ -52,10 +53,10 @@ def run(directory: Path, *arguments: str, **environment: str) -> subprocess.Comp
 
 
 @pytest.fixture(scope="module", params=["asyncio", "trio"])
-def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A short run on each event loop: the process that has ended, and its directory."""
     directory = tmp_path_factory.mktemp(request.param)
-    yield run(directory, "--epochs", str(EPOCHS), "--backend", request.param), directory / "demo"
+    return run(directory, "--epochs", str(EPOCHS), "--backend", request.param), directory / "demo"
 
 
 class Collector:
@@ -136,8 +137,8 @@ def test_report_shows_the_order_of_the_algorithms_against_their_registration(fin
     rows = re.findall(r"^  (registered|AFTER_DATALOADER|AFTER_LOSS) +([^(\n]+?)(?:  \(|$)", ran.stdout, re.MULTILINE)
 
     assert rows == [
-        ("registered", "random_shift, mixup, label_smoothing, layer_freezing, selective_backprop"),
-        ("AFTER_DATALOADER", "selective_backprop, random_shift"),
+        ("registered", "mixup, label_smoothing, layer_freezing, selective_backprop"),
+        ("AFTER_DATALOADER", "selective_backprop, mixup"),
         ("AFTER_LOSS", "label_smoothing, mixup"),
     ]
 
@@ -167,7 +168,7 @@ def test_metrics_hold_a_loss_for_every_batch_and_an_accuracy_for_every_epoch(fin
 
 
 def test_spans_are_complete_and_show_the_order(finished: Any) -> None:
-    """Every event of every batch has its span, and on each AFTER_DATALOADER selective_backprop precedes random_shift."""
+    """Every batch has all its spans, and selective_backprop's precedes mixup's."""
     _, directory = finished
     spans = spans_in(directory / "spans.jsonl")
     names = Counter(span["name"] for span in spans)
@@ -189,8 +190,8 @@ def test_spans_are_complete_and_show_the_order(finished: Any) -> None:
     assert names["callback post_batches"] == total
     assert names["algorithm layer_freezing"] == EPOCHS
     assert set(orders) == {
-        ("algorithm random_shift",),
-        ("algorithm selective_backprop", "algorithm random_shift"),
+        ("algorithm mixup",),
+        ("algorithm selective_backprop", "algorithm mixup"),
     }
 
 
@@ -236,20 +237,19 @@ def test_signal_ends_it_cleanly_with_everything_flushed(
     number: signal.Signals, backend: str, tmp_path: Path, collector: Collector
 ) -> None:
     """In the middle of training: the files are whole, every post is counted, the exit code says which signal."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command(tmp_path, "--epochs", "2000", "--backend", backend),
         env={**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    try:
-        assert collector.arrived.wait(120), "no span has come: the training has not begun"
-        process.send_signal(number)
-        output, errors = process.communicate(timeout=120)
-    finally:
-        process.kill()
-        process.wait()
+    ) as process:
+        try:
+            wait_for_spans(process, collector)
+            process.send_signal(number)
+            output, errors = process.communicate(timeout=120)
+        finally:
+            process.kill()
 
     records = read_records(tmp_path / "demo" / "metrics.jsonl")
     spans = spans_in(tmp_path / "demo" / "spans.jsonl")
@@ -260,6 +260,18 @@ def test_signal_ends_it_cleanly_with_everything_flushed(
     assert ended == records.batches
     assert collector.spans == len(spans)
     assert output.rstrip().endswith(f"interrupted by {number.name}; everything above is flushed")
+
+
+def wait_for_spans(process: subprocess.Popen[str], collector: Collector) -> None:
+    """Return once the collector has some, which is in the middle of training; fail if the process ends before."""
+
+    def watch() -> None:
+        process.wait()
+        collector.arrived.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    assert collector.arrived.wait(120), "no span has come: the training has not begun"
+    assert process.poll() is None, process.communicate()
 
 
 def test_spans_also_go_to_the_endpoint_of_the_environment(tmp_path: Path, collector: Collector) -> None:

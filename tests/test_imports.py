@@ -41,7 +41,7 @@ def test_help_of_the_command_line_loads_nothing_of_the_extras() -> None:
 
 
 def test_import_has_no_effect_on_the_process() -> None:
-    """No signal handler, exit handler, thread, logging handler, configuration or tracer provider is there afterwards."""
+    """No signal or exit handler, no thread, no configuration of logging, structlog or tracing, no drawn number."""
     before, after = run(PROCESS_STATE)
 
     assert before == after

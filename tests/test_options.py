@@ -32,6 +32,9 @@ from eventbus_engine._options import (
 class Slotted:
     __slots__ = ("pin",)
 
+    def __init__(self) -> None:
+        self.pin = "last"
+
 
 class Computed:
     @property
@@ -39,10 +42,12 @@ class Computed:
         return 2.5
 
 
-async def coroutine_function(*arguments: object) -> None: ...
+async def coroutine_function(*arguments: object) -> None:
+    """Suspends never."""
 
 
-def plain_function(*arguments: object) -> None: ...
+def plain_function(*arguments: object) -> None:
+    """Does nothing."""
 
 
 class AsyncCallable:
@@ -75,10 +80,7 @@ def test_an_option_that_was_set_on_a_mock_counts() -> None:
 
 def test_an_option_counts_wherever_it_really_is() -> None:
     """In the instance, its slots, its class, a base of that, or behind a property."""
-    slotted = Slotted()
-    slotted.pin = "last"
-
-    assert read_option(slotted, "pin", None) == "last"
+    assert read_option(Slotted(), "pin", None) == "last"
     assert read_option(SimpleNamespace(pin="first"), "pin", None) == "first"
     assert read_option(Computed(), "timeout", None) == 2.5
     assert read_option(Algorithm(), "run_before", None) == ()
@@ -147,8 +149,8 @@ def test_a_method_of_ones_own_is_told_from_the_base_classs() -> None:
 
         def open(self, state: Any, logger: Any) -> None: ...
 
-    on_instance = Callback[Any]()
-    on_instance.close = plain_function  # type: ignore[method-assign]
+    on_instance: Any = Callback()
+    on_instance.close = plain_function
     mock = Mock()
 
     assert own_method(Callback(), "close", Callback) is None
@@ -191,12 +193,13 @@ def test_a_call_that_could_not_work_is_refused_with_the_arguments_it_would_get()
 
     check_call(lambda state, logger: None, "state, logger", "x.batch_end")
     check_call(lambda: None, "", "x.post_close")
-    for function, arguments, message in [
+    refused: list[tuple[Any, str, str]] = [
         (lambda state: None, "state, logger", "x.hook has to take (state, logger)"),
         (lambda state: None, "", "x.hook has to take ()"),
         (generator, "state, logger", "x.hook is a generator, so that calling it would run nothing; take out its yield"),
         (async_generator, "state, logger", "x.hook is a generator, so that calling it would run nothing"),
-    ]:
+    ]
+    for function, arguments, message in refused:
         with pytest.raises(HandlerTypeError) as caught:
             check_call(function, arguments, "x.hook")
         assert str(caught.value).startswith(message)

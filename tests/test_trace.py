@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -11,15 +12,21 @@ import pytest
 from eventbus_engine import Event, EventName, Timestamp, Trace
 from eventbus_engine.trace import batches_done, format_trace, step_of
 
-ONE_BATCH = """
+ONE_BATCH = re.findall(
+    r"\w+",
+    """
     AFTER_DATALOADER BATCH_START BEFORE_TRAIN_BATCH BEFORE_FORWARD AFTER_FORWARD BEFORE_LOSS AFTER_LOSS
     BEFORE_BACKWARD AFTER_BACKWARD AFTER_TRAIN_BATCH
-""".split()
+""",
+)
 
-ONE_EVALUATION = """
+ONE_EVALUATION = re.findall(
+    r"\w+",
+    """
     EVAL_BEFORE_ALL EVAL_START EVAL_BATCH_START EVAL_BEFORE_FORWARD EVAL_AFTER_FORWARD EVAL_BATCH_END EVAL_END
     EVAL_AFTER_ALL
-""".split()
+""",
+)
 
 
 class Ingest(EventName):

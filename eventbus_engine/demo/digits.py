@@ -8,17 +8,10 @@ import numpy as np
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from eventbus_engine.algorithm import Algorithm
-from eventbus_engine.event import Event
-from eventbus_engine.logger import Logger
-from eventbus_engine.training import State
+__all__ = ["make_loaders", "make_model"]
 
-__all__ = ["CLASSES", "RandomShift", "make_loaders", "make_model"]
-
-CLASSES = 10
 HELD_OUT = 0.2
 BATCH_SIZE = 64
 
@@ -66,30 +59,8 @@ def make_model(seed: int) -> nn.Sequential:
         nn.ReLU,
         lambda: nn.MaxPool2d(2),
         nn.Flatten,
-        lambda: nn.Linear(512, CLASSES),
+        lambda: nn.Linear(512, 10),
     ]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # torch initialises layers from its global generator only
         return nn.Sequential(*(layer() for layer in layers))
-
-
-class RandomShift(Algorithm[State, Event]):
-    """Shift the images of a batch by up to one pixel, as an augmentation: what a user's own algorithm looks like.
-
-    Args:
-        seed: of the private generator that the shifts are drawn from.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def match(self, event: Event, state: State) -> bool:
-        """Run on AFTER_DATALOADER."""
-        return event == Event.AFTER_DATALOADER
-
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Shift the whole batch one way; the border is filled with background."""
-        images = state.batch_get_item(0)
-        down, right = torch.randint(0, 3, (2,), generator=self._generator).tolist()
-        padded = functional.pad(images, (1, 1, 1, 1), value=-1.0)
-        state.batch_set_item(0, padded[:, :, down : down + images.shape[2], right : right + images.shape[3]])

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from eventbus_engine import telemetry
 from eventbus_engine.demo.callbacks import PostBatches, ProgressBar
-from eventbus_engine.demo.digits import RandomShift, make_loaders, make_model
+from eventbus_engine.demo.digits import make_loaders, make_model
 from eventbus_engine.demo.heartbeat import Heartbeat
 from eventbus_engine.demo.records import read_records
 from eventbus_engine.demo.report import Outcome, find_problems, format_report
@@ -80,8 +80,8 @@ def run_demo(options: Options, write: Callable[[str], None] = print) -> int:
 def make_trainer(options: Options, directory: Path, url: str) -> Trainer:
     """The trainer of the demo. Its algorithms stand in an order that would be wrong as it is.
 
-    SelectiveBackprop has to see the samples before RandomShift changes them, and what MixUp does to the labels on
-    BEFORE_LOSS has to be undone after LabelSmoothing has undone its own part. The engine's passes see to both.
+    SelectiveBackprop has to see the samples before MixUp mixes them. And what MixUp does to the labels on BEFORE_LOSS,
+    before LabelSmoothing, it has to undo on AFTER_LOSS after LabelSmoothing. The engine's passes see to both.
     """
     torch.set_num_threads(1)  # tensors this small gain nothing from more, and the event loop wants a core too
     train, held_out = make_loaders(options.seed)
@@ -95,13 +95,7 @@ def make_trainer(options: Options, directory: Path, url: str) -> Trainer:
         optimizers=optimizer,
         schedulers=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=options.epochs),
         max_duration=f"{options.epochs}ep",
-        algorithms=[
-            RandomShift(options.seed),
-            MixUp(),
-            LabelSmoothing(),
-            LayerFreezing(),
-            SelectiveBackprop(),
-        ],
+        algorithms=[MixUp(), LabelSmoothing(), LayerFreezing(), SelectiveBackprop()],
         callbacks=[ProgressBar(options.epochs * len(train), options.progress), PostBatches(url)],
         loggers=JsonlLogger(directory / "metrics.jsonl"),
         seed=options.seed,
@@ -153,7 +147,7 @@ class _Training:
 
 def _make_directory(options: Options) -> Path:
     name = options.run_name or f"digits-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
-    if Path(name).name != name:
+    if Path(name).name != name or name == "..":
         raise ConfigurationError(f"run name {name!r} is no plain name; say where to put the run with --runs-dir")
     directory = options.runs_dir / name
     try:

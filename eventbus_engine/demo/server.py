@@ -32,7 +32,7 @@ class BatchServer:
         # A client that keeps its connection open must not keep the process from ending.
         self._http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}/batches"
-        self._thread = threading.Thread(target=self._http.serve_forever, name="batch server", daemon=True)
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), name="batch server", daemon=True)
 
     def take(self, body: bytes) -> bool:
         """Count one request; False if it holds no batch."""
@@ -72,7 +72,8 @@ def _handler_of(server: BatchServer) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             taken = self.path == "/batches" and server.take(body)
-            self.send_response(204 if taken else 400)
+            self.send_response(200 if taken else 400)
+            self.send_header("Content-Length", "0")  # or a client would wait for more
             self.end_headers()
 
         def log_message(self, format: str, *args: Any) -> None:

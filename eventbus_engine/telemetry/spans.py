@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import Token
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry import context as otel_context
@@ -86,8 +85,17 @@ class Activity:
             record_exception=False,
             set_status_on_exception=False,
         )
+        self.enter()
+
+    def enter(self) -> None:
+        """Make it current here, as the constructor does; a task that goes on with it calls it again."""
         self._outer = otel_context.get_current()
         otel_context.attach(otel.set_span_in_context(self._span))
+
+    def leave(self) -> None:
+        """Make current again what was so before, without ending it."""
+        # Not `detach`: its token belongs to one Context object, and `engine.sync.pair` ends in another copy of it.
+        otel_context.attach(self._outer)
 
     @property
     def recording(self) -> bool:
@@ -103,10 +111,13 @@ class Activity:
         """Set an attribute."""
         self._span.set_attribute(key, value)
 
+    def rename(self, name: str) -> None:
+        """Give it another name, of low cardinality as well."""
+        self._span.update_name(name)
+
     def end(self, outcome: Outcome, error: BaseException | None = None) -> None:
         """End it: status UNSET on success, ERROR with `error.type` on failure, timeout and cancellation."""
-        # Not `detach`: its token belongs to one Context object, and `engine.sync.pair` ends in another copy of it.
-        otel_context.attach(self._outer)
+        self.leave()
         span = self._span
         span.set_attribute("eventbus.outcome", outcome)
         if error is not None:

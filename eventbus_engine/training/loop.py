@@ -24,6 +24,7 @@ from eventbus_engine.training.data import EXHAUSTED, BatchSource, count_samples,
 from eventbus_engine.training.evaluator import Evaluator, evaluate
 from eventbus_engine.training.model import compute_loss, forward
 from eventbus_engine.training.state import State
+from eventbus_engine.training.tracing import RunTracing
 
 __all__ = ["TrainingLoop"]
 
@@ -39,6 +40,7 @@ class TrainingLoop:
         evaluators: run every `eval_interval`.
         eval_interval: in epochs or batches.
         step_schedulers_every_batch: step the learning-rate schedulers with the batch instead of the epoch.
+        tracing: opens the spans of the epochs, batches and evaluations.
     """
 
     state: State
@@ -47,6 +49,7 @@ class TrainingLoop:
     evaluators: Sequence[Evaluator]
     eval_interval: Time
     step_schedulers_every_batch: bool
+    tracing: RunTracing
     _lap: float = field(default=0.0, init=False)
 
     async def fit(self) -> None:
@@ -56,53 +59,63 @@ class TrainingLoop:
         await engine.run_event(Event.ITERATION_START)
         state.model.train()
         self._lap = time.perf_counter()
-        while not self._is_over():
-            if state.timestamp.batch_in_epoch == 0:  # else an earlier fit has stopped inside this epoch
-                await engine.run_event(Event.EPOCH_START)
-            if not await self._train_epoch():
-                break  # cut short: an epoch that did not see all its data does not end
-            if not self.step_schedulers_every_batch:
-                await state.compute(_step_schedulers, state)
-            state.timestamp = state.timestamp.to_next_epoch()
-            await engine.run_event(Event.EPOCH_END)
-            await self._evaluate_if_due(TimeUnit.EPOCH)
-            await engine.run_event(Event.EPOCH_CHECKPOINT)
+        complete = True
+        while complete and not self._is_over():
+            with self.tracing.unit("epoch"):
+                complete = await self._run_epoch()
         self._count_iteration()
         await engine.run_event(Event.ITERATION_END)
         await engine.run_event(Event.ITERATION_CHECKPOINT)
         await engine.run_event(Event.FIT_END)
 
-    async def _train_epoch(self) -> bool:
-        """Train on what is left of the epoch, or until the run is over; whether the epoch saw all its data."""
+    async def _run_epoch(self) -> bool:
+        """Train on what is left of the epoch; whether it saw all its data, without which it does not end."""
         state, engine = self.state, self.engine
-        while True:
-            samples = tokens = 0
-            async with engine.pair(Event.BEFORE_DATALOADER) as section:
-                batch = await self.source.fetch(state.compute, state.device)
-                if batch is EXHAUSTED:
-                    section.abandon()  # without a batch there is no AFTER_DATALOADER
-                else:
-                    state.batch = batch
-                    samples, tokens = self._count(batch)  # now: algorithms may drop samples that the run has seen
+        if state.timestamp.batch_in_epoch == 0:  # else an earlier fit has stopped inside this epoch
+            await engine.run_event(Event.EPOCH_START)
+        while not self._is_over():
+            with self.tracing.unit("batch") as unit:
+                exhausted = not await self._run_batch()
+                if exhausted:
+                    unit.rename("end of data")
+            if exhausted:
+                break
+            await self._evaluate_if_due(TimeUnit.BATCH)
+            with unit.resumed():
+                await engine.run_event(Event.BATCH_CHECKPOINT)
+        else:
+            if self.source.length != int(state.timestamp.batch_in_epoch):
+                return False
+            await self.source.aclose()  # known to be at its end, so nobody will ask it again
+        if not self.step_schedulers_every_batch:
+            await state.compute(_step_schedulers, state)
+        state.timestamp = state.timestamp.to_next_epoch()
+        await engine.run_event(Event.EPOCH_END)
+        await self._evaluate_if_due(TimeUnit.EPOCH)
+        await engine.run_event(Event.EPOCH_CHECKPOINT)
+        return True
+
+    async def _run_batch(self) -> bool:
+        """Fetch the next batch and train on it; False if there is none."""
+        state, engine = self.state, self.engine
+        async with engine.pair(Event.BEFORE_DATALOADER) as section:
+            batch = await self.source.fetch(state.compute, state.device)
             if batch is EXHAUSTED:
                 self._refuse_empty_epoch()
-                return True
+                section.abandon()  # without a batch there is no AFTER_DATALOADER
+                return False
+            state.batch = batch
+            samples, tokens = self._count(batch)  # now: algorithms may drop samples that the run has seen
 
-            async with engine.pair(Event.BATCH_START):
-                await self._train_batch()
+        async with engine.pair(Event.BATCH_START):
+            await self._train_batch()
+            with self.tracing.section("optimizer"):
                 loss = await state.compute(_step, state)
-                if self.step_schedulers_every_batch:
-                    await state.compute(_step_schedulers, state)
-                state.timestamp = state.timestamp.to_next_batch(samples, tokens, duration=self._next_lap())
-                engine.logger.log_metrics({"loss/train/total": loss})
-            await self._evaluate_if_due(TimeUnit.BATCH)
-            await engine.run_event(Event.BATCH_CHECKPOINT)
-
-            if self._is_over():
-                complete = self.source.length == int(state.timestamp.batch_in_epoch)
-                if complete:
-                    await self.source.aclose()  # known to be at its end, so nobody will ask it again
-                return complete
+            if self.step_schedulers_every_batch:
+                await state.compute(_step_schedulers, state)
+            state.timestamp = state.timestamp.to_next_batch(samples, tokens, duration=self._next_lap())
+            engine.logger.log_metrics({"loss/train/total": loss})
+        return True
 
     async def _train_batch(self) -> None:
         """Forward, loss and backward, a microbatch at a time; the gradients add up to the whole batch's."""
@@ -124,8 +137,9 @@ class TrainingLoop:
         if not self.evaluators or self.eval_interval.unit != unit or int(done) % int(self.eval_interval):
             return
         started = time.perf_counter()
-        async with self.engine.pair(Event.EVAL_BEFORE_ALL):
-            await evaluate(self.state, self.engine, self.evaluators)
+        with self.tracing.unit("eval"):
+            async with self.engine.pair(Event.EVAL_BEFORE_ALL):
+                await evaluate(self.state, self.engine, self.evaluators)
         self._lap += time.perf_counter() - started  # evaluation is no part of the training time
 
     def _is_over(self) -> bool:

@@ -5,7 +5,7 @@ One trace for a whole run would be exported when the run has ended, and be too l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,33 @@ from eventbus_engine.fanout import outcome_of
 from eventbus_engine.telemetry.spans import Activity, TracerSource
 from eventbus_engine.training.state import State
 
-__all__ = ["RunTracing"]
+__all__ = ["RunTracing", "Unit"]
+
+
+class Unit:
+    """A unit of work under way; a stand-in that does nothing where nothing is traced."""
+
+    __slots__ = ("_span",)
+
+    def __init__(self, span: Activity | None) -> None:
+        self._span = span
+
+    def rename(self, name: str) -> None:
+        """It turned out to be something else."""
+        if self._span is not None:
+            self._span.rename(name)
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """What runs inside still belongs to it, although it is over."""
+        if self._span is None:
+            yield
+            return
+        self._span.enter()
+        try:
+            yield
+        finally:
+            self._span.leave()
 
 
 class RunTracing:
@@ -54,19 +80,32 @@ class RunTracing:
             otel_context.attach(outer)
 
     @contextmanager
-    def unit(self, name: str) -> Iterator[None]:
+    def unit(self, name: str) -> Iterator[Unit]:
         """A unit of work, the root of its own trace: `batch`, `epoch` or `eval`."""
-        tracer = self._tracers.get()
-        if tracer is None:
-            yield
-            return
         now = self._state.timestamp
         place = {"train.epoch": int(now.epoch), "train.batch": int(now.batch)}
         links = [Link(self._run)] if self._run is not None else []
-        span = Activity(tracer, name, name, attributes={**self._attributes(), **place}, links=links, root=True)
+        with self._open(name, name, {**self._attributes(), **place}, links, root=True) as span:
+            yield Unit(span)
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """A part of a unit that no pair of events surrounds."""
+        with self._open(name, "section", {}, [], root=False):
+            yield
+
+    @contextmanager
+    def _open(
+        self, name: str, kind: str, attributes: Mapping[str, Any], links: Sequence[Link], *, root: bool
+    ) -> Iterator[Activity | None]:
+        tracer = self._tracers.get()
+        if tracer is None:
+            yield None
+            return
+        span = Activity(tracer, name, kind, attributes=attributes, links=links, root=root)
         error: BaseException | None = None
         try:
-            yield
+            yield span
         except BaseException as raised:
             error = raised
             raise

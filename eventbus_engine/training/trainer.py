@@ -40,6 +40,7 @@ from eventbus_engine.training.evaluator import evaluate, make_evaluators
 from eventbus_engine.training.loop import TrainingLoop
 from eventbus_engine.training.model import LossFunction, check_model
 from eventbus_engine.training.state import Precision, State
+from eventbus_engine.training.tracing import RunTracing
 from eventbus_engine.training.worker import ComputeWorker, InlineWorker, Worker
 
 __all__ = ["Trainer"]
@@ -95,7 +96,7 @@ class Trainer:
         TimeFormatError: a duration does not parse.
     """
 
-    def __init__(  # noqa: PLR0913 -- this is where a whole run is put together, and most of it has a default
+    def __init__(  # noqa: PLR0913 # house: this is where a whole run is put together, and most of it has a default
         self,
         model: nn.Module,
         train_dataloader: Any,
@@ -145,7 +146,10 @@ class Trainer:
         if offload:
             # Plain `apply` computes, too; inline it needs no detour and sees the caller's own context.
             self.engine.offload = self.state.compute
-        self._loop = TrainingLoop(self.state, self.engine, source, evaluators, interval, step_schedulers_every_batch)
+        self._tracing = RunTracing(self.engine.tracers, self.state)
+        self._loop = TrainingLoop(
+            self.state, self.engine, source, evaluators, interval, step_schedulers_every_batch, self._tracing
+        )
         self._initialised = self._entered = self._busy = False
 
     @property
@@ -186,8 +190,9 @@ class Trainer:
             raise ConfigurationError("there is nothing to evaluate on: give the Trainer eval_dataloader=")
         async with self._session():
             await self._initialise()
-            async with self.engine.pair(Event.EVAL_STANDALONE_START):
-                await evaluate(self.state, self.engine, self._loop.evaluators)
+            with self._tracing.unit("eval"):
+                async with self.engine.pair(Event.EVAL_STANDALONE_START):
+                    await evaluate(self.state, self.engine, self._loop.evaluators)
         return dict(self.state.metrics)
 
     async def close(self) -> CloseReport:
@@ -229,10 +234,12 @@ class Trainer:
         self._busy = True
         try:
             if self._entered:
-                yield
+                with self._tracing.run():
+                    yield
             else:
                 async with self:
-                    yield
+                    with self._tracing.run():
+                        yield
         finally:
             self._busy = False
 

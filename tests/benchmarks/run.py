@@ -60,7 +60,8 @@ def discover() -> list[str]:
 def load(name: str) -> Iterator[Row]:
     """The rows of a benchmark, measured one by one."""
     spec = importlib.util.spec_from_file_location(f"bench_{name}", HERE / f"bench_{name}.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield from module.measure()

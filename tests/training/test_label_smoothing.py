@@ -132,33 +132,16 @@ def test_only_the_loss_sees_smoothed_labels() -> None:
     assert smoothing.original_labels is None
 
 
-@pytest.mark.parametrize("smoothing_outside", [True, False])
-def test_labels_survive_smoothing_and_mixing_in_either_order(smoothing_outside: bool) -> None:
-    """Nested either way round, the loss sees the same targets, and the labels come out as they went in."""
-    labels = torch.tensor([1, 0, 2, 1])
-    state = make_state(batch=(torch.randn(4, 2, generator=torch.Generator().manual_seed(1)), labels))
-    mixup, smoothing = MixUp(alpha=1.0), LabelSmoothing(0.3)
-    mixup.apply(Event.BEFORE_FORWARD, state, Logger())
-    state.outputs = torch.zeros(4, 3)
-    order = [smoothing, mixup] if smoothing_outside else [mixup, smoothing]
-    for algorithm in order:
-        algorithm.apply(Event.BEFORE_LOSS, state, Logger())
-    during = state.batch_get_item(1)
-    for algorithm in reversed(order):
-        algorithm.apply(Event.AFTER_LOSS, state, Logger())
-    own = torch.tensor(smoothed_reference(labels.tolist(), 3, 0.3))
-
-    assert 0 < mixup.mixing <= 0.5
-    torch.testing.assert_close(during, (1 - mixup.mixing) * own + mixup.mixing * own[mixup.indices])
-    assert state.batch_get_item(1) is labels
-    assert labels.tolist() == [1, 0, 2, 1]
-
-
 class LabelsAroundTheLoss(Callback[State]):
-    """Keeps the targets that the batch holds before, during and after the loss."""
+    """Keeps the targets that the batch holds before, during and after the loss, and how MixUp has paired them."""
 
-    def __init__(self) -> None:
+    def __init__(self, mixup: MixUp) -> None:
+        self.mixup = mixup
+        self.paired: list[tuple[float, torch.Tensor]] = []
         self.seen: dict[str, list[torch.Tensor]] = {"after_forward": [], "before_loss": [], "after_loss": []}
+
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        self.paired.append((self.mixup.mixing, self.mixup.indices))
 
     def after_forward(self, state: State, logger: Logger) -> None:
         self.seen["after_forward"].append(state.batch_get_item(1))
@@ -171,30 +154,37 @@ class LabelsAroundTheLoss(Callback[State]):
 
 
 @pytest.mark.anyio
-async def test_labels_survive_every_microbatch_of_a_run() -> None:
-    """In a real run with MixUp on, only the loss section sees anything but the loader's labels."""
-    labels = LabelsAroundTheLoss()
-    model = nn.Linear(2, 3)
+@pytest.mark.parametrize("smoothing_first", [True, False])
+@pytest.mark.parametrize(("microbatches", "sizes"), [(1, [7]), (3, [3, 3, 1])])
+async def test_smoothing_goes_with_mixing_in_either_order(
+    microbatches: int, sizes: list[int], smoothing_first: bool
+) -> None:
+    """Registered either way round, the loss sees mixtures of smoothed labels, and only the loss sees them."""
+    labels = [1, 0, 2, 1, 2, 2, 0]
+    generator = torch.Generator().manual_seed(0)
+    model, mixup, smoothing = nn.Linear(2, 3), MixUp(alpha=1.0), LabelSmoothing(0.3)
+    around = LabelsAroundTheLoss(mixup)
     trainer = Trainer(
         model,
-        [
-            (torch.randn(5, 2, generator=torch.Generator().manual_seed(i)), torch.tensor([0, 1, 2, 1, 0]))
-            for i in range(3)
-        ],
+        [(torch.randn(7, 2, generator=generator), torch.tensor(labels)) for _ in range(2)],
         loss=nn.functional.cross_entropy,
         optimizers=torch.optim.SGD(model.parameters(), 0.1),
         max_duration="1ep",
-        algorithms=[MixUp(), LabelSmoothing(0.3)],
-        callbacks=[labels],
-        microbatches=2,
+        algorithms=[smoothing, mixup] if smoothing_first else [mixup, smoothing],
+        callbacks=[around],
+        microbatches=microbatches,
         seed=1,
     )
     await trainer.fit()
-    before, during, after = labels.seen.values()
+    found, during, after = around.seen.values()
+    smooth = torch.tensor(smoothed_reference(labels, 3, 0.3))
+    expected = [(1 - mixing) * smooth + mixing * smooth[partners] for mixing, partners in around.paired]
 
-    assert [tensor.tolist() for tensor in before] == [[0, 1, 2], [1, 0]] * 3
-    assert [tuple(tensor.shape) for tensor in during] == [(3, 3), (2, 3)] * 3
-    assert all(restored is found for restored, found in zip(after, before, strict=True))
+    assert [len(targets) for targets in during] == sizes * 2
+    torch.testing.assert_close(torch.cat(during), torch.cat(expected))
+    assert torch.cat(found).tolist() == labels * 2
+    assert all(restored is before for restored, before in zip(after, found, strict=True))
+    assert not torch.allclose(torch.cat(during), smooth.repeat(2, 1), atol=0.05)
 
 
 def test_labels_lie_where_the_key_says() -> None:

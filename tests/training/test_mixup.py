@@ -1,8 +1,9 @@
-"""MixUp: the combination, its distribution, its private randomness, and targets that come out as they went in."""
+"""MixUp: the combination, its distribution, its private randomness, and targets that follow their microbatch."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
+from eventbus_engine.algorithm import Algorithm, algorithm
 from eventbus_engine.errors import BatchError, ConfigurationError
 from eventbus_engine.event import Event
 from eventbus_engine.logger import Logger
 from eventbus_engine.time import Time
 from eventbus_engine.training.algorithms import MixUp, mixup_batch
 from eventbus_engine.training.state import State
+from eventbus_engine.training.trainer import Trainer
 
 
 def make_state(batch: Any = None, *, batches: int = 0, model: nn.Module | None = None, **options: Any) -> State:
@@ -129,64 +132,203 @@ def test_partners_and_targets_have_to_be_as_many_as_the_samples() -> None:
         mixup_batch(torch.zeros(2, 1), torch.zeros(3))
 
 
-def test_loss_sees_mixed_targets_and_finds_the_labels_afterwards() -> None:
-    """Inputs are mixed for the forward pass, targets for the loss alone."""
-    inputs = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
-    labels = torch.tensor([0, 1, 2, 1, 0])
-    state = make_state(batch=(inputs, labels))
-    mixup = MixUp(alpha=1.0)
-    mixup.apply(Event.BEFORE_FORWARD, state, Logger())
-    forward = state.batch_get_item(0)
-    state.outputs = torch.zeros(5, 3)
-    mixup.apply(Event.BEFORE_LOSS, state, Logger())
-    during = state.batch_get_item(1)
-    mixup.apply(Event.AFTER_LOSS, state, Logger())
-    partners = mixup.indices.tolist()
-    one_hot = [[float(c == label) for c in range(3)] for label in labels.tolist()]
+class Recorder(nn.Linear):
+    """A model of 2 features and 3 classes, and its loss; keeps what both of them were given."""
+
+    def __init__(self) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            super().__init__(2, 3, dtype=torch.float64)
+        self.inputs: list[torch.Tensor] = []
+        self.targets: list[torch.Tensor] = []
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.inputs.append(input)
+        return super().forward(input)
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.targets.append(targets)
+        return functional.cross_entropy(outputs, targets)
+
+
+LABELS = [0, 1, 2, 1, 0, 2, 2]
+
+
+def make_trainer(model: Recorder, algorithms: Sequence[Algorithm[Any, Any]], **options: Any) -> Trainer:
+    """A run of three batches of seven samples."""
+    generator = torch.Generator().manual_seed(1)
+    batches = [(torch.randn(7, 2, generator=generator, dtype=torch.float64), torch.tensor(LABELS)) for _ in range(3)]
+    defaults: dict[str, Any] = {"loss": model.loss, "max_duration": "3ba", "seed": 2}
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    return Trainer(model, batches, optimizers=optimizer, algorithms=algorithms, **defaults | options)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("microbatches", [1, 3])
+async def test_targets_are_mixed_as_their_inputs_are(microbatches: int) -> None:
+    """The whole batch is mixed at once; partners come from other microbatches, too."""
+    model, mixup = Recorder(), MixUp(alpha=1.0)
+    trainer = make_trainer(model, [mixup], microbatches=microbatches, max_duration="1ba")
+    inputs, _ = trainer.state.train_dataloader[0]
+    await trainer.fit()
+    partners, one_hot = mixup.indices.tolist(), torch.eye(3, dtype=torch.float64)[LABELS]
+    expected = [
+        torch.tensor(mixed_reference(rows.tolist(), partners, mixup.mixing), dtype=torch.float64)
+        for rows in (inputs, one_hot)
+    ]
 
     assert 0 < mixup.mixing <= 0.5
-    assert sorted(partners) == [0, 1, 2, 3, 4]
-    torch.testing.assert_close(forward, torch.tensor(mixed_reference(inputs.tolist(), partners, mixup.mixing)))
-    torch.testing.assert_close(during, torch.tensor(mixed_reference(one_hot, partners, mixup.mixing)))
-    assert state.batch_get_item(1) is labels
+    assert sorted(partners) == [0, 1, 2, 3, 4, 5, 6]
+    assert any(sample // 3 != partner // 3 for sample, partner in enumerate(partners))
+    assert [len(part) for part in model.inputs] == {1: [7], 3: [3, 3, 1]}[microbatches]
+    torch.testing.assert_close(torch.cat(model.inputs), expected[0])
+    torch.testing.assert_close(torch.cat(model.targets), expected[1])
 
 
-def test_after_loss_alone_changes_nothing() -> None:
-    """Nothing was mixed in, so nothing is put back."""
+@pytest.mark.anyio
+async def test_neither_microbatches_nor_the_mode_change_what_is_learnt() -> None:
+    """Gradients of the parts add up, and cross-entropy is linear in the targets: all six runs are one."""
+    weights = []
+    for microbatches in (1, 2, 3):
+        for interpolate_loss in (False, True):
+            model = Recorder()
+            mixup = MixUp(alpha=1.0, interpolate_loss=interpolate_loss)
+            await make_trainer(model, [mixup], microbatches=microbatches).fit()
+            weights.append(model.weight.detach())
+    unmixed = Recorder()
+    await make_trainer(unmixed, []).fit()
+
+    for other in weights[1:]:
+        torch.testing.assert_close(other, weights[0], rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(unmixed.weight, weights[0], atol=1e-3)
+
+
+@pytest.mark.anyio
+async def test_microbatches_may_be_chosen_after_the_mixing() -> None:
+    """The loop cuts the batch after BATCH_START, so the partners are cut no earlier."""
+
+    @algorithm(Event.BATCH_START)
+    def halve(event: Event, state: State, logger: Logger) -> None:
+        state.microbatches = 2
+
+    model = Recorder()
+    await make_trainer(model, [MixUp(), halve]).fit()
+
+    assert [len(targets) for targets in model.targets] == [4, 3] * 3
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("interpolate_loss", [False, True])
+@pytest.mark.parametrize(("microbatches", "due"), [(1, 7), (2, 4)])
+async def test_samples_dropped_after_the_mixing_are_noticed(
+    microbatches: int, due: int, interpolate_loss: bool
+) -> None:
+    """The rest would meet the targets of other samples; the error says what has to run first."""
+
+    @algorithm(Event.AFTER_DATALOADER)
+    def keep_three(event: Event, state: State, logger: Logger) -> None:
+        state.batch = tuple(part[:3] for part in state.batch)
+
+    algorithms = [keep_three, MixUp(interpolate_loss=interpolate_loss)]  # mirrored on the way out
+    trainer = make_trainer(Recorder(), algorithms, microbatches=microbatches)
+
+    with pytest.raises(BatchError, match=rf"Tensor\[{due}\] is left for it; let what drops samples run before MixUp"):
+        await trainer.fit()
+
+
+@pytest.mark.anyio
+async def test_targets_made_dense_before_the_mixing_are_noticed() -> None:
+    """Their partners are class indices still; the error says where the other algorithm belongs."""
+
+    @algorithm(Event.BEFORE_LOSS)
+    def harden(event: Event, state: State, logger: Logger) -> None:
+        state.batch_set_item(1, functional.one_hot(state.batch_get_item(1), 3))
+
+    with pytest.raises(BatchError, match=r"target is Tensor\[7, 3\], .* dense after MixUp on BEFORE_LOSS"):
+        await make_trainer(Recorder(), [harden, MixUp()]).fit()
+
+
+def test_one_microbatch_too_many_is_noticed() -> None:
+    """A loop that cuts the batch into more parts than the state says gets an error, not partners at random."""
+    state = make_state(batch=(torch.zeros(2, 1), torch.tensor([0, 1])))
+    mixup = MixUp()
+    mixup.apply(Event.AFTER_DATALOADER, state, Logger())
+    state.outputs = torch.zeros(2, 2)
+    mixup.apply(Event.BEFORE_LOSS, state, Logger())
+    mixup.apply(Event.AFTER_LOSS, state, Logger())
+
+    with pytest.raises(BatchError, match=r"Tensor\[2\], but of the batch that MixUp has mixed nothing is left for it"):
+        mixup.apply(Event.BEFORE_LOSS, state, Logger())
+
+
+class FailsOnce(Recorder):
+    """Its loss raises when it is called for the time that is given, counted from 0."""
+
+    def __init__(self, failing_call: int) -> None:
+        super().__init__()
+        self.failing_call = failing_call
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        value = super().loss(outputs, targets)
+        if len(self.targets) - 1 == self.failing_call:
+            raise ArithmeticError
+        return value
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("interpolate_loss", "failing_call"), [(False, 1), (True, 2), (True, 3)])
+async def test_a_batch_that_failed_midway_leaves_nothing_behind(interpolate_loss: bool, failing_call: int) -> None:
+    """After an error in the second of three microbatches, training goes on as if that batch had not been there."""
+
+    def options() -> dict[str, Any]:
+        mixup = MixUp(alpha=1.0, interpolate_loss=interpolate_loss)
+        return {"algorithms": [mixup], "microbatches": 3, "max_duration": "2ba"}
+
+    failed, spared = FailsOnce(failing_call), Recorder()
+    async with make_trainer(failed, **options()) as trainer:
+        with pytest.raises(ArithmeticError):
+            await trainer.fit()
+        await trainer.fit()
+    trainer = make_trainer(spared, **options())
+    del trainer.state.train_dataloader[0]
+    await trainer.fit()
+
+    assert torch.equal(failed.weight, spared.weight)
+
+
+def test_a_batch_that_cannot_be_mixed_does_not_get_the_last_ones_partners() -> None:
+    """Whoever trains on it all the same trains on it as it is."""
+    state = make_state(batch=(torch.zeros(2, 1), torch.tensor([0, 1])))
+    state.outputs = torch.zeros(2, 2)
+    mixup = MixUp()
+    mixup.apply(Event.AFTER_DATALOADER, state, Logger())
+    mixup.apply(Event.BEFORE_LOSS, state, Logger())
+    labels = torch.tensor([1, 1])
+    state.batch = ([torch.zeros(2, 1)], labels)
+    with pytest.raises(BatchError, match="the input to be one tensor"):
+        mixup.apply(Event.AFTER_DATALOADER, state, Logger())
+    for event in (Event.BEFORE_LOSS, Event.AFTER_LOSS):
+        mixup.apply(event, state, Logger())
+
+        assert state.batch_get_item(1) is labels
+
+
+def test_joining_in_the_middle_of_a_batch_changes_nothing() -> None:
+    """The inputs were not mixed, so the targets are not."""
     labels = torch.tensor([0, 1])
     state = make_state(batch=(torch.zeros(2, 1), labels))
-    MixUp().apply(Event.AFTER_LOSS, state, Logger())
+    mixup = MixUp()
+    for event in (Event.BEFORE_LOSS, Event.AFTER_LOSS):
+        mixup.apply(event, state, Logger())
 
-    assert state.batch_get_item(1) is labels
-
-
-def test_interpolated_loss_equals_the_loss_of_interpolated_targets() -> None:
-    """Cross-entropy is linear in the targets, so both ways give one number."""
-    losses = []
-    for interpolate_loss in (False, True):
-        generator = torch.Generator().manual_seed(0)
-        inputs, outputs = (torch.randn(6, 4, generator=generator, dtype=torch.float64) for _ in range(2))
-        state = make_state(batch=(inputs, torch.tensor([0, 1, 2, 3, 2, 1])), loss_fn=functional.cross_entropy)
-        mixup = MixUp(alpha=1.0, interpolate_loss=interpolate_loss)
-        for event in (Event.BEFORE_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS, Event.BEFORE_BACKWARD):
-            if event == Event.BEFORE_LOSS:
-                state.outputs = outputs
-            elif event == Event.AFTER_LOSS:
-                state.loss = functional.cross_entropy(outputs, state.batch_get_item(1))
-            if mixup.match(event, state):
-                mixup.apply(event, state, Logger())
-        assert state.loss is not None
-        losses.append(float(state.loss))
-
-    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
-    assert losses[0] != pytest.approx(float(functional.cross_entropy(outputs, state.batch_get_item(1))), rel=1e-3)
+        assert state.batch_get_item(1) is labels
 
 
 @pytest.mark.parametrize(
     ("interpolate_loss", "expected"),
     [
-        (False, {Event.BEFORE_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS}),
-        (True, {Event.BEFORE_FORWARD, Event.BEFORE_BACKWARD}),
+        (False, {Event.AFTER_DATALOADER, Event.BEFORE_LOSS, Event.AFTER_LOSS}),
+        (True, {Event.AFTER_DATALOADER, Event.BEFORE_BACKWARD}),
     ],
 )
 def test_mixup_runs_where_its_mode_needs_it(interpolate_loss: bool, expected: set[Event]) -> None:
@@ -199,23 +341,23 @@ def test_mixup_runs_where_its_mode_needs_it(interpolate_loss: bool, expected: se
 
 
 def test_draws_belong_to_the_seed_and_the_batch() -> None:
-    """Each microbatch differs; a run that resumes at a batch draws what the first one drew there."""
+    """A run that resumes at a batch, or tries it again, draws what the first one drew there."""
 
-    def coefficients(mixup: MixUp, seed: int, batches: list[int], microbatches: int = 2) -> list[float]:
+    def coefficients(mixup: MixUp, seed: int, batches: list[int]) -> list[float]:
         drawn = []
         for batch in batches:
             state = make_state(batch=(torch.zeros(4, 1), torch.zeros(4)), seed=seed, batches=batch)
-            for _ in range(microbatches):
-                mixup.apply(Event.BEFORE_FORWARD, state, Logger())
-                drawn.append(mixup.mixing)
+            mixup.apply(Event.AFTER_DATALOADER, state, Logger())
+            drawn.append(mixup.mixing)
         return drawn
 
     before = torch.get_rng_state()
-    whole = coefficients(MixUp(), 1, [0, 1, 2])
+    whole = coefficients(MixUp(), 1, [0, 1, 1, 2])
 
-    assert len(set(whole)) == 6
-    assert coefficients(MixUp(), 1, [2]) == whole[4:]
-    assert coefficients(MixUp(), 2, [0, 1, 2]) != whole
+    assert len(set(whole)) == 3
+    assert whole[1] == whole[2]
+    assert coefficients(MixUp(), 1, [2]) == whole[3:]
+    assert coefficients(MixUp(), 2, [0, 1, 1, 2]) != whole
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -224,7 +366,15 @@ def test_inputs_that_are_no_single_tensor_are_refused() -> None:
     state = make_state(batch=([torch.zeros(2), torch.zeros(2)], torch.zeros(2)))
 
     with pytest.raises(BatchError, match=r"MixUp needs the input to be one tensor, got list\(.*\); point input_key"):
-        MixUp().apply(Event.BEFORE_FORWARD, state, Logger())
+        MixUp().apply(Event.AFTER_DATALOADER, state, Logger())
+
+
+def test_a_batch_without_a_sample_dimension_is_refused() -> None:
+    """There is nothing to pair."""
+    state = make_state(batch=(torch.tensor(1.0), torch.tensor(1)))
+
+    with pytest.raises(BatchError, match=r"as many targets as inputs, got \(\) and \(\)"):
+        MixUp().apply(Event.AFTER_DATALOADER, state, Logger())
 
 
 def test_mixup_names_itself_and_its_conflict() -> None:

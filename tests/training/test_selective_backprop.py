@@ -18,9 +18,15 @@ from torch.nn import functional
 
 from eventbus_engine.errors import BatchError, ConfigurationError, HandlerTypeError
 from eventbus_engine.event import Event
-from eventbus_engine.logger import Logger
+from eventbus_engine.logger import Logger, LoggerDestination
 from eventbus_engine.time import Time
-from eventbus_engine.training.algorithms import SelectiveBackprop, select_using_loss, should_selective_backprop
+from eventbus_engine.trace import Traces
+from eventbus_engine.training.algorithms import (
+    MixUp,
+    SelectiveBackprop,
+    select_using_loss,
+    should_selective_backprop,
+)
 from eventbus_engine.training.state import State
 from eventbus_engine.training.trainer import Trainer
 from eventbus_engine.training.worker import ComputeWorker
@@ -369,6 +375,57 @@ async def test_a_run_trains_on_pruned_batches_while_it_is_due() -> None:
 
     assert sizes == [6, 6, 3, 6, 3, 6, 6, 6]
     assert int(trainer.state.timestamp.sample) == 48
+
+
+class Watched(nn.Linear):
+    """Keeps the inputs it was given, those of the extra forward pass apart from those it trains on."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+        self.ranked: list[torch.Tensor] = []
+        self.trained: list[torch.Tensor] = []
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        (self.trained if self.training else self.ranked).append(input)
+        return super().forward(input)
+
+
+class RanOn(LoggerDestination):
+    """Keeps the names of the algorithms that ran on an event, in the order they ran in."""
+
+    def __init__(self, event: Event) -> None:
+        self.event = event
+        self.orders: list[list[str]] = []
+
+    def log_traces(self, traces: Traces, step: int | None = None) -> None:
+        ran = [trace.name for trace in traces.values() if trace.event == self.event and trace.run]
+        if ran:
+            self.orders.append(ran)
+
+
+@pytest.mark.anyio
+async def test_it_ranks_the_samples_before_mixup_mixes_them() -> None:
+    """Registered after MixUp, it runs ahead of it all the same: the extra forward pass sees what the loader gave."""
+    generator = torch.Generator().manual_seed(0)
+    clean = [torch.randn(6, 2, generator=generator) for _ in range(3)]
+    model, mixup, ran = Watched(), MixUp(alpha=1.0), RanOn(Event.AFTER_DATALOADER)
+    trainer = Trainer(
+        model,
+        [(inputs, torch.zeros(6, 1)) for inputs in clean],
+        loss=squares,
+        optimizers=torch.optim.SGD(model.parameters(), 0.01),
+        max_duration="3ba",
+        algorithms=[mixup, SelectiveBackprop(start=0.0, end=1.0, interrupt=0)],
+        loggers=[ran],
+        seed=3,
+    )
+    await trainer.fit()
+    rows = {tuple(row) for inputs in clean for row in inputs.tolist()}
+
+    assert ran.orders == [["selective_backprop", "mixup"]] * 3
+    assert all(torch.equal(ranked, inputs) for ranked, inputs in zip(model.ranked, clean, strict=True))
+    assert [len(inputs) for inputs in model.trained] == [3, 3, 3]
+    assert not rows.issuperset(tuple(row) for inputs in model.trained for row in inputs.tolist())
 
 
 def test_it_matches_after_the_data_loader_on_due_batches_only() -> None:

@@ -147,8 +147,11 @@ async def test_the_loss_is_logged_for_every_batch(make_trainer: MakeTrainer) -> 
         def log_metrics(self, metrics: Any, step: int | None = None) -> None:
             logged.append((step, set(metrics)))
 
-    await make_trainer(max_duration="1ep", loggers=[Memory()]).fit()
+    memory = Memory()
+    trainer = make_trainer(max_duration="1ep", loggers=[memory])
+    await trainer.fit()
 
+    assert trainer.logger.destinations == [memory]
     assert logged == [(step, {"loss/train/total"}) for step in (1, 2, 3)]
 
 
@@ -461,9 +464,9 @@ async def test_the_event_loop_keeps_beating_through_every_computation(
             return outputs.clone()
 
         @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        def backward(ctx: Any, *grad_outputs: Any) -> Any:
             wait_for_beats("backward")
-            return gradient
+            return grad_outputs
 
     class Model(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:

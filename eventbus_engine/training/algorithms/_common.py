@@ -88,25 +88,13 @@ def dense_targets(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return torch.zeros(outputs.shape, dtype=dtype, device=target.device).scatter_(1, index, 1.0)
 
 
-class BatchStream:
-    """A private random stream that starts anew at every batch, from the run's seed, a name and the batch's number.
+def batch_generator(state: State, name: str) -> torch.Generator:
+    """A private generator (on the CPU) for the batch in progress, from the run's seed, a name and the batch's number.
 
     The global generator is left alone, so adding an algorithm shifts nobody else's randomness; and there is nothing to
     save in a checkpoint: a resumed run draws for batch 1000 what the uninterrupted one would have drawn.
     """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._generator = torch.Generator()
-        self._started_for: tuple[int, int] | None = None
-
-    def of(self, state: State) -> torch.Generator:
-        """The generator (on the CPU) of the batch in progress; it goes on from one microbatch to the next."""
-        # A run without a seed of its own follows torch's, which the user may have set; reading it draws nothing.
-        seed = torch.initial_seed() if state.seed is None else state.seed
-        batch = (seed, int(state.timestamp.batch))
-        if batch != self._started_for:
-            digest = hashlib.blake2b(f"{self._name}/{batch[0]}/{batch[1]}".encode(), digest_size=8).digest()
-            self._generator.manual_seed(int.from_bytes(digest, "big"))
-            self._started_for = batch
-        return self._generator
+    # A run without a seed of its own follows torch's, which the user may have set; reading it draws nothing.
+    seed = torch.initial_seed() if state.seed is None else state.seed
+    digest = hashlib.blake2b(f"{name}/{seed}/{int(state.timestamp.batch)}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big"))

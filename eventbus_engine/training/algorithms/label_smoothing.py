@@ -44,7 +44,8 @@ class LabelSmoothing(Algorithm[State, Event]):
     """Smooth the labels for the loss alone (Szegedy et al. 2016, https://arxiv.org/abs/1512.00567).
 
     BEFORE_LOSS puts smoothed targets into the batch; AFTER_LOSS puts the labels back, the very same tensor, so that
-    metrics and callbacks see what the data loader gave. It goes with `MixUp` in either order, smoothing being linear.
+    metrics and callbacks see what the data loader gave. It goes with `MixUp`, in either order of registration: the
+    engine has it smooth the mixed targets, which is, smoothing being linear, the mixture of the smoothed ones.
 
     Do not combine it with a loss that smooths by itself (`cross_entropy(label_smoothing=...)`): the labels would be
     smoothed twice; nor with a loss that takes class indices only, such as `nll_loss`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import torch
 
@@ -10,8 +11,8 @@ from eventbus_engine.algorithm import Algorithm
 from eventbus_engine.errors import BatchError, ConfigurationError
 from eventbus_engine.event import Event
 from eventbus_engine.logger import Logger
-from eventbus_engine.training.algorithms._common import BatchStream, check_range, dense_targets, single_tensor
-from eventbus_engine.training.data import BatchKey, set_item
+from eventbus_engine.training.algorithms._common import batch_generator, check_range, dense_targets, single_tensor
+from eventbus_engine.training.data import BatchKey, describe, set_item, split
 from eventbus_engine.training.model import compute_loss
 from eventbus_engine.training.state import State
 
@@ -69,14 +70,18 @@ def mixup_batch(
 class MixUp(Algorithm[State, Event]):
     """Train on mixtures of pairs of samples and of their targets (Zhang et al. 2018, https://arxiv.org/abs/1710.09412).
 
-    Works on one microbatch at a time, since the targets become dense only once the outputs tell the number of classes:
-    BEFORE_FORWARD mixes the inputs. BEFORE_LOSS puts the mixed dense targets into the batch and AFTER_LOSS puts the
-    targets back that it found. With `interpolate_loss=True`, BEFORE_BACKWARD mixes the two losses instead.
+    AFTER_DATALOADER mixes the inputs: there the batch is still whole, so that every sample can meet every other one
+    however many microbatches follow, and there the engine runs `SelectiveBackprop` first, which has to rank the samples
+    as they were. The targets have to wait until the outputs tell the number of classes: BEFORE_LOSS puts mixed, dense
+    targets into the microbatch, and AFTER_LOSS puts those back that it found. With `interpolate_loss=True`,
+    BEFORE_BACKWARD mixes the two losses instead.
 
     Coefficients and pairs come from a private generator, seeded by the run's seed and the number of the batch.
 
-    Do not combine it with CutMix, which would mix the mixtures again, nor with another algorithm that interpolates the
-    loss. With `interpolate_loss=True`, `LabelSmoothing` reaches the own half of the loss only.
+    The engine has it enclose `LabelSmoothing` in either order of registration, so that the mixture as a whole is
+    smoothed. An algorithm that drops or reorders samples has to run before it on AFTER_DATALOADER. Do not combine it
+    with CutMix, which would mix the mixtures again, nor with another algorithm that interpolates the loss. With
+    `interpolate_loss=True`, `LabelSmoothing` reaches the own half of the loss only.
 
     Args:
         alpha: concentration of the `Beta(alpha, alpha)` distribution of the coefficient, at least 0. Default 0.2.
@@ -90,6 +95,7 @@ class MixUp(Algorithm[State, Event]):
     """
 
     name = "mixup"
+    around = ("LabelSmoothing",)
     conflicts_with = ("CutMix",)
 
     def __init__(
@@ -105,56 +111,82 @@ class MixUp(Algorithm[State, Event]):
         self.input_key = input_key
         self.target_key = target_key
         self.mixing = 0.0
-        """The partners' weight in the microbatch in progress."""
+        """The partners' weight in the batch in progress."""
         self.indices = torch.arange(0)
-        """The partner of each of its samples, `(N,)`."""
+        """The partner of each of its samples, `(N,)`, on the CPU."""
+        self._partners: Iterator[torch.Tensor] | None = None
         self._found: torch.Tensor | None = None
-        self._stream = BatchStream("mixup")
 
     def match(self, event: Event, state: State) -> bool:
-        """Run on BEFORE_FORWARD, BEFORE_LOSS and AFTER_LOSS; or on BEFORE_FORWARD and BEFORE_BACKWARD."""
+        """Run on AFTER_DATALOADER, BEFORE_LOSS and AFTER_LOSS; or on AFTER_DATALOADER and BEFORE_BACKWARD."""
         if self.interpolate_loss:
-            return event in (Event.BEFORE_FORWARD, Event.BEFORE_BACKWARD)
-        return event in (Event.BEFORE_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS)
+            return event in (Event.AFTER_DATALOADER, Event.BEFORE_BACKWARD)
+        return event in (Event.AFTER_DATALOADER, Event.BEFORE_LOSS, Event.AFTER_LOSS)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Mix the inputs, the targets or the loss of the microbatch, or put its targets back.
+        """Mix the inputs of the batch, the targets or the loss of the microbatch, or put its targets back.
 
         Raises:
-            BatchError: inputs, targets or outputs are not single tensors, or do not fit each other.
+            BatchError: inputs, targets or outputs are not single tensors, or do not fit each other; or the microbatch
+                does not fit the batch whose inputs were mixed.
         """
+        if event == Event.AFTER_DATALOADER:
+            self._mix_inputs(state)
+        elif event == Event.AFTER_LOSS:
+            self._restore_targets(state)
+        elif self._partners is not None:  # else the inputs were not mixed, as when it joined in the middle of a batch
+            target = single_tensor(state.batch_get_item(self.target_key), "MixUp", "the target")
+            partners = _next_microbatch(self._partners, target)
+            if event == Event.BEFORE_LOSS:
+                self._mix_targets(state, target, partners)
+            else:
+                self._mix_loss(state, partners)
+
+    def _mix_inputs(self, state: State) -> None:
+        self._partners = self._found = None  # a batch that failed midway has left its own
+        inputs = single_tensor(state.batch_get_item(self.input_key), "MixUp", "the input")
         target = single_tensor(state.batch_get_item(self.target_key), "MixUp", "the target")
-        if event == Event.BEFORE_FORWARD:
-            self._mix_inputs(state, target)
-        elif event == Event.BEFORE_LOSS:
-            self._mix_targets(state, target)
-        elif event == Event.BEFORE_BACKWARD:
-            self._mix_loss(state, target)
-        elif self._found is not None:
+        generator = batch_generator(state, "mixup")
+        self.indices = torch.randperm(inputs.shape[:1].numel(), generator=generator)
+        mixed, partners, self.mixing = mixup_batch(
+            inputs, target, alpha=self.alpha, indices=self.indices, generator=generator
+        )
+        state.batch_set_item(self.input_key, mixed)
+        self._partners = _in_microbatches(partners, state)
+
+    def _mix_targets(self, state: State, target: torch.Tensor, partners: torch.Tensor) -> None:
+        outputs = single_tensor(state.outputs, "MixUp", "the model's output")
+        own, other = dense_targets(outputs, target), dense_targets(outputs, partners)
+        state.batch_set_item(self.target_key, (1 - self.mixing) * own + self.mixing * other)
+        self._found = target
+
+    def _restore_targets(self, state: State) -> None:
+        if self._found is not None:
             state.batch_set_item(self.target_key, self._found)
             self._found = None
 
-    def _mix_inputs(self, state: State, target: torch.Tensor) -> None:
-        inputs = single_tensor(state.batch_get_item(self.input_key), "MixUp", "the input")
-        generator = self._stream.of(state)
-        self.mixing = _draw_mixing(self.alpha, generator)
-        self.indices = torch.randperm(len(inputs), generator=generator).to(inputs.device)
-        mixed, _, _ = mixup_batch(inputs, target, mixing=self.mixing, indices=self.indices)
-        state.batch_set_item(self.input_key, mixed)
-
-    def _mix_targets(self, state: State, target: torch.Tensor) -> None:
-        outputs = single_tensor(state.outputs, "MixUp", "the model's output")
-        own = dense_targets(outputs, target)
-        # The partners are taken from the targets as they are now, so labels that were smoothed first stay smoothed.
-        state.batch_set_item(self.target_key, (1 - self.mixing) * own + self.mixing * own[self.indices])
-        self._found = target
-
-    def _mix_loss(self, state: State, target: torch.Tensor) -> None:
+    def _mix_loss(self, state: State, partners: torch.Tensor) -> None:
         own = single_tensor(state.loss, "MixUp", "the loss")
-        batch = set_item(state.batch, self.target_key, target[self.indices])
+        batch = set_item(state.batch, self.target_key, partners)
         with torch.enable_grad(), state.precision_context():
-            partners = compute_loss(state.model, state.outputs, batch, state.loss_fn)
-            state.loss = (1 - self.mixing) * own + self.mixing * partners
+            other = compute_loss(state.model, state.outputs, batch, state.loss_fn)
+            state.loss = (1 - self.mixing) * own + self.mixing * other
+
+
+def _in_microbatches(targets: torch.Tensor, state: State) -> Iterator[torch.Tensor]:
+    """The targets of one microbatch after another, cut as the loop cuts the batch, and not before it does."""
+    yield from split(targets, state.microbatches)
+
+
+def _next_microbatch(partners: Iterator[torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+    part = next(partners, None)
+    if part is None or part.shape != target.shape:
+        raise BatchError(
+            f"the microbatch's target is {describe(target)}, but of the batch that MixUp has mixed "
+            f"{'nothing' if part is None else describe(part)} is left for it; let what drops samples run before MixUp "
+            f"on AFTER_DATALOADER, and what makes targets dense after MixUp on BEFORE_LOSS"
+        )
+    return part
 
 
 def _draw_mixing(alpha: float, generator: torch.Generator | None) -> float:

@@ -16,7 +16,7 @@ from eventbus_engine.algorithm import Algorithm
 from eventbus_engine.errors import BatchError, ConfigurationError, HandlerTypeError
 from eventbus_engine.event import Event
 from eventbus_engine.logger import Logger
-from eventbus_engine.training.algorithms._common import BatchStream, check_range, elapsed_fraction, single_tensor
+from eventbus_engine.training.algorithms._common import batch_generator, check_range, elapsed_fraction, single_tensor
 from eventbus_engine.training.data import BatchKey, set_item, split
 from eventbus_engine.training.model import forward
 from eventbus_engine.training.state import State
@@ -108,7 +108,7 @@ class SelectiveBackprop(Algorithm[State, Event]):
     other tensor at the top of the batch that has one row per sample (weights, ids) is pruned with it.
 
     It has to see the samples as the data loader gives them, so the engine runs it first, wherever it is registered:
-    ahead of augmentations such as CutMix, whose mixtures it would rank otherwise. The choice is drawn from a private
+    ahead of augmentations such as MixUp, whose mixtures it would rank otherwise. The choice is drawn from a private
     generator, seeded by the run's seed and the number of the batch.
 
     Do not combine it with another algorithm that drops samples by their loss, nor with a loss that compares samples of
@@ -146,7 +146,6 @@ class SelectiveBackprop(Algorithm[State, Event]):
         self.interrupt = interrupt
         self.input_key = input_key
         self.target_key = target_key
-        self._stream = BatchStream("selective_backprop")
 
     def match(self, event: Event, state: State) -> bool:
         """Run on AFTER_DATALOADER, on the batches that are due.
@@ -182,7 +181,7 @@ class SelectiveBackprop(Algorithm[State, Event]):
         with torch.no_grad(), state.precision_context(), _eval_mode(state.model):
             batch = set_item(state.batch, self.input_key, _shrink(inputs, self.scale_factor))
             losses = _sample_losses(loss_fun, forward(state.model, batch, state.loss_fn), against, total)
-        kept = _draw(losses, count, self.keep, self._stream.of(state))
+        kept = _draw(losses, count, self.keep, batch_generator(state, "selective_backprop"))
         companions = {
             key: item
             for key, item in _top_level_items(state.batch).items()

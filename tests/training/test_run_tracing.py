@@ -1,0 +1,105 @@
+"""The traces of a training run, as an exporter gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from eventbus_engine.telemetry import PrivateIdGenerator
+from eventbus_engine.training import Trainer
+
+pytestmark = pytest.mark.anyio
+
+MakeTrainer = Callable[..., Trainer]
+
+
+def provider_and_exporter() -> tuple[TracerProvider, InMemorySpanExporter]:
+    """A provider that keeps what it gets."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(id_generator=PrivateIdGenerator(), shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return provider, exporter
+
+
+def roots(spans: tuple[ReadableSpan, ...]) -> list[str]:
+    """The names of the spans without a parent, in the order of their starting."""
+    found = [span for span in spans if span.parent is None]
+    return [span.name for span in sorted(found, key=lambda span: span.start_time or 0)]
+
+
+async def test_rule_7_3_every_batch_epoch_and_eval_is_a_trace_of_its_own(make_trainer: MakeTrainer) -> None:
+    """A trace for a whole run would come too late and be too large."""
+    provider, exporter = provider_and_exporter()
+    trainer = make_trainer(max_duration="1ep", tracer_provider=provider)
+
+    await trainer.fit()
+
+    spans = exporter.get_finished_spans()
+    batches = len(list(trainer.state.train_dataloader))
+    names = roots(spans)
+    assert names == ["run", "epoch", *["batch"] * batches, "end of data"]
+    assert len({span.context.trace_id for span in spans if span.context}) == len(names)
+
+
+async def test_rule_7_3_units_are_linked_to_the_run_and_say_where_they_are(make_trainer: MakeTrainer) -> None:
+    """From any batch one finds the run; from the attributes, the batch."""
+    provider, exporter = provider_and_exporter()
+    trainer = make_trainer(max_duration="2ep", tracer_provider=provider, run_name="a-run")
+
+    await trainer.fit()
+
+    spans = exporter.get_finished_spans()
+    (run,) = [span for span in spans if span.name == "run"]
+    units = [span for span in spans if span.parent is None and span.name in ("batch", "epoch")]
+    assert {link.context.span_id for span in units for link in span.links} == {
+        run.context.span_id if run.context else None
+    }
+    places = [
+        (span.attributes["train.epoch"], span.attributes["train.batch"], span.attributes["train.run.id"])
+        for span in units
+        if span.name == "batch" and span.attributes
+    ]
+    per_epoch = len(places) // 2
+    assert places == [(i // per_epoch, i, "a-run") for i in range(2 * per_epoch)]
+
+
+async def test_rule_7_3_run_span_is_over_before_the_first_event(make_trainer: MakeTrainer) -> None:
+    """It is exported at once, so that a run that hangs can be seen."""
+    provider, exporter = provider_and_exporter()
+    trainer = make_trainer(max_duration="1ba", tracer_provider=provider)
+
+    await trainer.fit()
+
+    first, *rest = exporter.get_finished_spans()
+    assert first.name == "run"
+    run_id = first.context.span_id if first.context else None
+    outside = [span.name for span in rest if span.parent is not None and span.parent.span_id == run_id]
+    assert outside[:3] == ["dispatch init", "load", "dispatch fit_start"]
+
+
+async def test_batch_trace_holds_its_sections_in_order(make_trainer: MakeTrainer) -> None:
+    """Waiting for data, forward, loss, backward and the optimizer show as bars."""
+    provider, exporter = provider_and_exporter()
+    trainer = make_trainer(max_duration="1ba", tracer_provider=provider)
+
+    await trainer.fit()
+
+    spans = exporter.get_finished_spans()
+    (unit,) = [span for span in spans if span.name == "batch" and span.parent is None]
+    trace = [span for span in spans if span.context and unit.context and span.context.trace_id == unit.context.trace_id]
+    sections = ["dataloader", "train_batch", "forward", "loss", "backward", "optimizer", "dispatch batch_checkpoint"]
+    started = [s.name for s in sorted(trace, key=lambda s: s.start_time or 0) if s.name in sections]
+    assert started == sections
+
+
+async def test_without_a_provider_the_run_has_no_spans_and_no_trouble(make_trainer: MakeTrainer) -> None:
+    """The helpers step aside."""
+    trainer = make_trainer(max_duration="1ep")
+
+    await trainer.fit()
+
+    assert trainer.state.timestamp.epoch == 1
