@@ -2,10 +2,11 @@
 
 from eventbus_engine import passes, telemetry
 from eventbus_engine.algorithm import Algorithm, algorithm
-from eventbus_engine.bus import CallNext, Envelope, EventBus, Middleware, Subscription, current_envelope
+from eventbus_engine.bus import CallNext, EventBus, Middleware, Subscription
 from eventbus_engine.callback import Callback, HookNameWarning, background, callback
 from eventbus_engine.closing import CloseReport
 from eventbus_engine.engine import Engine
+from eventbus_engine.envelope import Envelope, current_envelope
 from eventbus_engine.errors import (
     AsyncMatchError,
     BatchError,

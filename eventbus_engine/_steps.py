@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-import types
 from collections.abc import Awaitable, Callable, Generator
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-__all__ = ["FirstStep", "leave_loop", "need_loop", "steps_of", "without_loop"]
+__all__ = ["FirstStep", "Rest", "leave_loop", "need_loop", "steps_of", "without_loop"]
 
 T = TypeVar("T")
 
@@ -24,7 +23,12 @@ async def need_loop() -> None:
     """
     if without_loop.get():
         without_loop.set(False)
-        await _suspend()
+        await _Suspension()
+
+
+class _Suspension:
+    def __await__(self) -> Generator[None, None, None]:
+        yield
 
 
 def leave_loop() -> None:
@@ -36,18 +40,19 @@ def leave_loop() -> None:
         sniffio.current_async_library_cvar.set(None)
 
 
-@types.coroutine
-def _suspend() -> Generator[None, None, None]:
-    yield
-
-
-@types.coroutine
 def steps_of(awaitable: Awaitable[T]) -> Generator[Any, Any, T]:
-    """The steps of an awaitable: to be taken with `send(None)`, and awaited for the rest, from wherever they are.
-
-    A coroutine that has been started by hand cannot be awaited any more; a generator around it can.
-    """
+    """The steps of an awaitable, for as many as wanted to be taken by hand: `send(None)`."""
     return (yield from awaitable.__await__())
+
+
+class Rest(Generic[T]):
+    """Awaits what is left of steps that have been taken so far by hand, as a coroutine under way cannot be."""
+
+    def __init__(self, steps: Generator[Any, Any, T]) -> None:
+        self._steps = steps
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._steps
 
 
 class FirstStep(Generator[Any, Any, Any]):
@@ -56,7 +61,7 @@ class FirstStep(Generator[Any, Any, Any]):
     __slots__ = ("_steps", "_then")
 
     def __init__(self, awaitable: Awaitable[Any], then: Callable[[], None]) -> None:
-        self._steps: Generator[Any, Any, Any] = steps_of(awaitable)
+        self._steps = steps_of(awaitable)
         self._then: Callable[[], None] | None = then
 
     def __await__(self) -> Generator[Any, Any, Any]:

@@ -69,12 +69,12 @@ class FunctionAlgorithm(Algorithm[StateT, EventT], Generic[StateT, EventT, Resul
     def __init__(
         self, function: Callable[[EventT, StateT, Any], ResultT], events: frozenset[str], options: dict[str, Any]
     ) -> None:
-        self.events = events
+        self.events: frozenset[str] = events
         self.apply: Any = function
-        self.__name__ = function_name(function)
+        self.__name__: str = function_name(function)
         self.__doc__ = function.__doc__
         self.__wrapped__ = function
-        self.name = self.__name__
+        self.name: str | None = self.__name__
         for option, value in options.items():
             setattr(self, option, value)
 
@@ -91,7 +91,7 @@ class FunctionAlgorithm(Algorithm[StateT, EventT], Generic[StateT, EventT, Resul
         return f"<algorithm {self.name}>"
 
 
-_OPTIONS = (
+OPTIONS = (
     "name",
     "run_before",
     "run_after",
@@ -116,9 +116,9 @@ def algorithm(
     Raises:
         HandlerTypeError: if the function cannot take three positional arguments, or an option is unknown.
     """
-    unknown = sorted(set(options) - set(_OPTIONS))
+    unknown = sorted(set(options) - set(OPTIONS))
     if unknown:
-        raise HandlerTypeError(f"@algorithm has no option {unknown[0]!r}; it takes {', '.join(_OPTIONS)}")
+        raise HandlerTypeError(f"@algorithm has no option {unknown[0]!r}; it takes {', '.join(OPTIONS)}")
     wanted = read_events(events, "@algorithm")
 
     def decorate(

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
-import time
 from collections.abc import Awaitable, Callable, Hashable
-from contextvars import Context, ContextVar, copy_context
-from datetime import UTC, datetime
 from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias
 
 import anyio
-from opentelemetry import trace as otel
 
 from eventbus_engine._options import accepts, function_name, is_async_callable
+from eventbus_engine.envelope import Envelope, current, current_dispatch, current_envelope
 from eventbus_engine.errors import ConfigurationError, HandlerTypeError, SyncUsageError, UnknownEventError
 from eventbus_engine.event import EventName, resolve_event
 from eventbus_engine.fanout import ENVELOPE, Handler, Occasion, raise_failures, run_fanout
@@ -23,96 +19,6 @@ from eventbus_engine.lanes import Dispatch, Lanes
 from eventbus_engine.trace import Traces
 
 __all__ = ["CallNext", "Envelope", "EventBus", "Middleware", "Subscription", "current_envelope"]
-
-_current: ContextVar[Dispatch | None] = ContextVar("eventbus_engine_dispatch", default=None)
-
-
-def current_dispatch() -> Dispatch | None:
-    """The dispatch from whose context this is called, whether it still runs or not."""
-    return _current.get()
-
-
-def context_of(dispatch: Dispatch) -> Context:
-    """A copy of the caller's context in which that dispatch is the current one."""
-    context = copy_context()
-    context.run(_current.set, dispatch)
-    return context
-
-
-class Envelope:
-    """One published event, as a plain handler receives it. Frozen.
-
-    Attributes:
-        event: the event.
-        payload: what was published with it, for plain handlers.
-        state: the state it is about, None for none.
-        key: the key of its lane, None where the state is the lane.
-        source: where it came from, None if it was published here.
-    """
-
-    __slots__ = ("_id", "_time_ns", "_traceparent", "event", "key", "payload", "source", "state")
-
-    event: EventName
-    payload: Any
-    state: Any
-    key: Hashable
-    source: str | None
-    _id: str | None
-    _time_ns: int
-    _traceparent: str | None
-
-    def __init__(
-        self, event: EventName, payload: Any = None, state: Any = None, key: Hashable = None, source: str | None = None
-    ) -> None:
-        fill = object.__setattr__
-        fill(self, "event", event)
-        fill(self, "payload", payload)
-        fill(self, "state", state)
-        fill(self, "key", key)
-        fill(self, "source", source)
-        fill(self, "_time_ns", time.time_ns())
-        fill(self, "_id", None)
-        fill(self, "_traceparent", None)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"an Envelope is frozen; publish another event instead of setting {name!r}")
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"an Envelope is frozen; {name!r} cannot be deleted")
-
-    @property
-    def id(self) -> str:
-        """128 random bits in hex, unique over processes. Made when first asked for: most events never are."""
-        if self._id is None:
-            object.__setattr__(self, "_id", os.urandom(16).hex())
-        return str(self._id)
-
-    @property
-    def time(self) -> datetime:
-        """When it was published, in UTC."""
-        return datetime.fromtimestamp(self._time_ns / 1e9, UTC)
-
-    @property
-    def traceparent(self) -> str | None:
-        """The W3C trace context it was first read under (`00-<trace>-<span>-<flags>`), None outside any trace."""
-        if self._traceparent is None:
-            span = otel.get_current_span().get_span_context()
-            if span.is_valid:
-                value = f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
-                object.__setattr__(self, "_traceparent", value)
-        return self._traceparent
-
-    def __repr__(self) -> str:
-        return f"<Envelope {type(self.event).__name__}.{self.event.name}>"
-
-
-def current_envelope() -> Envelope | None:
-    """The event being handled in this context, None outside any handler."""
-    dispatch = _current.get()
-    while dispatch is not None and not dispatch.running:
-        dispatch = dispatch.parent
-    return dispatch.what if dispatch is not None else None
-
 
 CallNext: TypeAlias = Callable[[Envelope], Awaitable[Traces]]
 """The rest of the chain: call it with the envelope and await its Traces."""
@@ -276,7 +182,7 @@ class EventBus:
             raise UnknownEventError(f"{event!r} is no event; publish a member of an EventName subclass")
         envelope = Envelope(event, payload, state, key)
         lane = _lane_of(key) if key is not None else id(state) if state is not None else None
-        parent = _current.get()
+        parent = current.get()
         if parent is not None and parent.apart:
             raise SyncUsageError(
                 f"{event.name} was published by a background callback of engine.sync, on a thread of its own beside "
@@ -285,14 +191,14 @@ class EventBus:
         dispatch = Dispatch(envelope, parent, lane, self._lanes)
         if lane is not None:
             await self._lanes.enter(dispatch)
-        token = _current.set(dispatch)
+        token = current.set(dispatch)
         try:
             return await self._entry(envelope)
         finally:
             dispatch.running = False
             if lane is not None:
                 self._lanes.leave(dispatch)
-            _current.reset(token)
+            current.reset(token)
 
     async def expect(self, event: EventName | str, timeout: float = math.inf) -> Envelope:
         """Wait for the next such event, for tests.

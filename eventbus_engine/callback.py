@@ -94,12 +94,12 @@ class FunctionCallback(Callback[StateT], Generic[StateT, EventT, ResultT]):
     def __init__(
         self, function: Callable[[EventT, StateT, Any], ResultT], events: frozenset[str], options: Mapping[str, Any]
     ) -> None:
-        self.events = events
+        self.events: frozenset[str] = events
         self.run_event: Any = function
-        self.__name__ = function_name(function)
+        self.__name__: str = function_name(function)
         self.__doc__ = function.__doc__
         self.__wrapped__ = function
-        self.name = self.__name__
+        self.name: str | None = self.__name__
         for option, value in options.items():
             setattr(self, option, value)
 

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextvars import Context
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -14,7 +15,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from eventbus_engine._steps import leave_loop
-from eventbus_engine.bus import context_of
+from eventbus_engine.envelope import context_of
 from eventbus_engine.errors import ConfigurationError, SyncUsageError
 from eventbus_engine.fanout import ENVELOPE, HOOK, Handler, Occasion, Owner, add_note, run_fanout
 from eventbus_engine.lanes import Dispatch, Waiter
@@ -286,7 +287,8 @@ class Delivery:
     def _open_mailbox(self, entry: CallbackEntry) -> Mailbox:
         if self._group is not None:
             mailbox = Mailbox(entry)
-            _ = self._group.start_soon(mailbox.run, name=f"mailbox of {entry.name}")
+            # In a context of its own: it belongs to no event, and keeps nothing of the first one's alive.
+            _ = Context().run(self._group.start_soon, mailbox.run)
         elif self.start_thread is not None:
             thread = self.start_thread()
             mailbox = thread.call(Mailbox, entry, thread)
@@ -342,6 +344,5 @@ def _address(hook: Handler, occasion: Occasion, size: int, *, apart: bool) -> _I
     bound = logger.bound_to(snapshot) if hasattr(logger, "bound_to") else logger
     dispatch = Dispatch(envelope, None, None, _dispatch_of(occasion).lanes, apart=apart)
     context = context_of(dispatch)
-    if apart:
-        context.run(leave_loop)
+    context.run(leave_loop)
     return _Item(hook, Occasion(envelope, snapshot, bound, dispatch, occasion.tracer, context), dispatch, size)

@@ -13,9 +13,10 @@ from typing_extensions import TypeVar
 
 from eventbus_engine._options import read_option
 from eventbus_engine._steps import need_loop
-from eventbus_engine.bus import CallNext, Envelope, EventBus, current_dispatch
+from eventbus_engine.bus import CallNext, EventBus
 from eventbus_engine.closing import CloseReport, close_participants, closing_engine
 from eventbus_engine.delivery import Delivery
+from eventbus_engine.envelope import Envelope, current_dispatch
 from eventbus_engine.errors import ConfigurationError, EngineClosedError
 from eventbus_engine.event import Event, EventName, resolve_event
 from eventbus_engine.fanout import Handler, Occasion, outcome_of, raise_failures, run_fanout
@@ -244,7 +245,8 @@ class Engine(Generic[StateT]):
         if not (waiting and any(ancestor in self._active for ancestor in dispatch.ancestors())):
             what = "is closed" if self._report is not None else "is closing"
             raise EngineClosedError(
-                f"{dispatch.what.event.name} was published, but the engine {what}; publish before close(), or make a new Engine"
+                f"{dispatch.what.event.name} was published, but the engine {what}; publish before close(), or make a new "
+                f"Engine"
             )
 
     async def _handle(

@@ -63,7 +63,7 @@ class CycleError(ConfigurationError):
 
     def __init__(self, message: str, cycle: Sequence[str] = ()) -> None:
         super().__init__(message)
-        self.cycle = tuple(cycle)
+        self.cycle: tuple[str, ...] = tuple(cycle)
 
 
 class CallbackInUseError(ConfigurationError):
@@ -75,7 +75,7 @@ class UnknownEventError(EventBusError, ValueError):
 
     def __init__(self, message: str, nearest: Sequence[str] = ()) -> None:
         super().__init__(message)
-        self.nearest = tuple(nearest)
+        self.nearest: tuple[str, ...] = tuple(nearest)
 
 
 class TimeFormatError(EventBusError, ValueError):
@@ -103,7 +103,7 @@ class DeadlockError(EventBusError):
 
     def __init__(self, message: str, chain: Sequence[str] = ()) -> None:
         super().__init__(message)
-        self.chain = tuple(chain)
+        self.chain: tuple[str, ...] = tuple(chain)
 
 
 class EngineClosedError(EventBusError, RuntimeError):

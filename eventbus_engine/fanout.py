@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -9,6 +10,7 @@ from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import anyio
+import anyio.lowlevel
 from anyio.abc import TaskGroup
 from opentelemetry.trace import Tracer
 
@@ -33,6 +35,8 @@ __all__ = [
     "raise_failures",
     "run_fanout",
 ]
+
+log = logging.getLogger("eventbus_engine")
 
 HOOK: Final = 0
 EVENT: Final = 1
@@ -214,9 +218,14 @@ class _FanOut:
                         i, begun = await self.start_tasks(i, begun), None
                 if self.rest is not None:
                     await self.rest()
-        except BaseExceptionGroup as group:
-            # What handlers raise is kept, not raised. So this is a KeyboardInterrupt, say, that a task group wraps.
-            fatal = _first_leaf(group)
+            # Whether a task group that was cancelled while it waited raises that is up to the event loop.
+            await anyio.lowlevel.checkpoint_if_cancelled()
+        except BaseException as error:
+            # What handlers raise is kept, not raised. So a group wraps what is no Exception, a KeyboardInterrupt, say.
+            fatal = _first_leaf(error)
+            for i, failure in sorted(self.errors.items()):
+                name, event = self.handlers[i].name, self.occasion.event.name
+                log.error("callback %s failed on %s, which was cancelled", name, event, exc_info=failure)
         if fatal is not None:
             raise fatal
 
@@ -314,12 +323,11 @@ def succeeded(handler: Handler) -> None:
         handler.owner.succeeded()
 
 
-def _first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first exception in a group that is no cancellation."""
-    found: BaseException = group.split(anyio.get_cancelled_exc_class())[1] or group
-    while isinstance(found, BaseExceptionGroup):
-        found = found.exceptions[0]
-    return found
+def _first_leaf(error: BaseException) -> BaseException:
+    """The first exception in a group that is no cancellation; an exception by itself as it is."""
+    while isinstance(error, BaseExceptionGroup):
+        error = (error.split(anyio.get_cancelled_exc_class())[1] or error).exceptions[0]
+    return error
 
 
 class _Baton:

@@ -113,8 +113,7 @@ class Waiter:
             await self.ready.wait()
         finally:
             for dispatch in held_up:
-                if dispatch.blocked is not None:
-                    dispatch.blocked.discard(self)
+                (dispatch.blocked or set()).discard(self)
 
 
 class Lane:

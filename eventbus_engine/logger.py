@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from eventbus_engine._options import MISSING, is_async_callable, name_of, own_method
-from eventbus_engine.callback import Callback, unwrap
+from eventbus_engine.callback import Callback, OnError, unwrap
+from eventbus_engine.fanout import add_note
 from eventbus_engine.trace import batches_done
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class LoggerDestination(Callback[Any]):
     A destination that fails never stops a run: `on_error` is `"log"` unless you say otherwise.
     """
 
-    on_error = "log"
+    on_error: OnError = "log"
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> Any:
         """Record metrics, name to value, of a step (the number of the batch)."""
@@ -242,7 +243,7 @@ class Logger:
 
     def _keep_failure(self, port: _Port, method: str, error: Exception) -> None:
         """Leave the failure to the destination stage, where the destination's `on_error` decides about it."""
-        error.add_note(f"in destination {port.name}, {method}")
+        add_note(error, f"in destination {port.name}, {method}")
         port.pending.append(functools.partial(_raise, error))
 
     def pending(self, destination: Any) -> Pending | None:

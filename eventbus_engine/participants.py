@@ -99,7 +99,9 @@ class CallbackEntry:
         self.on_full: str = read_choice(callback, "on_full", ("drop_oldest", "block", "coalesce"), described)
         self.max_pending = read_option(callback, "max_pending", 1000)
         if not isinstance(self.max_pending, int) or self.max_pending < 1:
-            raise ConfigurationError(f"{described} has max_pending={self.max_pending!r}; give a number of events, 1 or more")
+            raise ConfigurationError(
+                f"{described} has max_pending={self.max_pending!r}; give a number of events, 1 or more"
+            )
         self.snapshot = read_option(callback, "snapshot", ())
         if not isinstance(self.snapshot, tuple | list) or not all(isinstance(name, str) for name in self.snapshot):
             raise ConfigurationError(
@@ -124,7 +126,8 @@ class CallbackEntry:
         hook, takes_event = bound
         is_async = is_async_callable(hook)
         if self.timeout is not None and not is_async:
-            raise ConfigurationError(plain_timeout(f"callback {self.name}", "run_event" if takes_event else event.value))
+            method = "run_event" if takes_event else event.value
+            raise ConfigurationError(plain_timeout(f"callback {self.name}", method))
         takes = EVENT if takes_event else HOOK
         return Handler(self.name, hook, takes, is_async=is_async, timeout=self.timeout, owner=self)
 
@@ -307,7 +310,9 @@ def _refuse_twice(kind: str, participants: Sequence[Any]) -> None:
     targets = [unwrap(participant) for participant in participants]
     for i, participant in enumerate(participants):
         if any(targets[i] is other for other in targets[:i]):
-            raise ConfigurationError(f"{kind} {name_of(participant)} is registered twice; register another instance of it")
+            raise ConfigurationError(
+                f"{kind} {name_of(participant)} is registered twice; register another instance of it"
+            )
 
 
 def _check_events(participant: Any, events: type[EventName]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 from eventbus_engine._options import accepts, free_name, name_of
 from eventbus_engine.errors import ConfigurationError, PassError
 from eventbus_engine.event import EventName
+from eventbus_engine.fanout import add_note
 from eventbus_engine.participants import AlgorithmEntry
 from eventbus_engine.passes import DEFAULT_PASSES, AlgorithmPass, pass_name
 
@@ -97,7 +98,7 @@ def arrange(
         try:
             result: object = algorithm_pass(list(sequence), event)  # a copy: a pass may well sort in place
         except Exception as error:
-            error.add_note(f"in pass {name} on {event.name}")
+            add_note(error, f"in pass {name} on {event.name}")
             raise
         after = _check_result(result, name, event)
         if len(after) == len(sequence) and all(a is b for a, b in zip(after, sequence, strict=True)):

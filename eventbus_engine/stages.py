@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from eventbus_engine.bus import CallNext, Envelope
+from eventbus_engine.bus import CallNext
 from eventbus_engine.delivery import Delivery, Room
 from eventbus_engine.destinations import delivery_handler
+from eventbus_engine.envelope import Envelope
 from eventbus_engine.errors import CallbackErrors, DeadlockError
 from eventbus_engine.fanout import HOOK, Handler, Occasion, raise_failures, run_fanout
 from eventbus_engine.participants import Participants

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 from anyio.lowlevel import current_token
 
-from eventbus_engine._steps import leave_loop, steps_of, without_loop
+from eventbus_engine._steps import Rest, leave_loop, steps_of, without_loop
 from eventbus_engine.errors import SyncUsageError
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class SyncEngine:
             context.run(without_loop.set, False)
 
         async def rest() -> T:
-            return await steps
+            return await Rest(steps)
 
         if _loop_is_running():
             return self._loop_thread().run(rest(), context)
@@ -161,24 +161,24 @@ class LoopThread:
         self._ready.set()
         await self._stopping.wait()
 
-    def call(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a plain function on the thread, and wait for what it returns."""
         if threading.get_ident() == self._thread.ident:
-            return function(*arguments, **named)
+            return function(*arguments)
 
         async def call() -> T:
-            return function(*arguments, **named)
+            return function(*arguments)
 
         return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
 
     def start_soon(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start a task on the loop, and leave it."""
-        self._tasks.append(self.call(self._loop.create_task, function()))
+        self._tasks.append(self.call(lambda: self._loop.create_task(function())))
 
     def run(self, coroutine: Coroutine[Any, Any, T], context: Context) -> T:
         """Run a task on the loop, in that very context, and wait for it. An interrupt cancels it first."""
         done = threading.Event()
-        task: asyncio.Task[T] = self.call(self._loop.create_task, coroutine, context=context)
+        task = self.call(lambda: self._loop.create_task(coroutine, context=context))
         self.call(task.add_done_callback, lambda _: done.set())
         try:
             done.wait()

@@ -157,8 +157,11 @@ def test_an_apply_that_is_missing_is_named() -> None:
 def test_an_apply_that_is_a_generator_is_refused() -> None:
     """It would be called, and nothing of it would run."""
 
-    class Yielding(Plain):
-        async def apply(self, event: EventName, state: Any, logger: Any) -> Any:
+    class Yielding(Algorithm[Any, Any]):
+        def match(self, event: EventName, state: Any) -> bool:
+            return True
+
+        def apply(self, event: EventName, state: Any, logger: Any) -> Any:
             yield 1
 
     with pytest.raises(HandlerTypeError) as caught:

@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eventbus_engine import Event, EventName, UnknownEventError, VocabularyError
+from eventbus_engine import (
+    ConfigurationError,
+    Engine,
+    Event,
+    EventBus,
+    EventName,
+    UnknownEventError,
+    VocabularyError,
+    algorithm,
+)
 from eventbus_engine.event import resolve_event
 
 COMPOSER_EVENTS = re.findall(
@@ -235,6 +244,38 @@ def test_the_parts_of_training_know_where_they_belong() -> None:
     """`is_eval` and `is_predict` go by the name, as in Composer."""
     assert {event for event in Event if event.is_eval} == {e for e in Event if e.name.startswith("EVAL_")}
     assert {event for event in Event if event.is_predict} == {e for e in Event if e.name.startswith("PREDICT_")}
+
+
+@pytest.mark.anyio
+async def test_an_engine_hears_its_own_vocabulary_alone() -> None:
+    """Two engines on one bus, two members with the same value: each is heard by one, and bare names by the first."""
+    log: list[tuple[str, EventName]] = []
+
+    def noting(who: str) -> Any:
+        return algorithm(name=who)(lambda event, state, logger: log.append((who, event)))
+
+    bus = EventBus()
+    Engine(events=Ingest, algorithms=[noting("ingest")], bus=bus)
+    Engine(events=Export, algorithms=[noting("export")], bus=bus)
+    bus.subscribe(lambda envelope: log.append(("bus", envelope.event)), Export.BEFORE_WRITE)
+    for event in (Ingest.BEFORE_WRITE, Export.BEFORE_WRITE, "before_write"):
+        await bus.publish(event)
+
+    assert [(who, type(event).__name__) for who, event in log] == [
+        ("ingest", "Ingest"),
+        ("export", "Export"),
+        ("bus", "Export"),
+        ("ingest", "Ingest"),
+    ]
+
+
+@pytest.mark.parametrize("offender", ["ingest", Ingest.BEFORE_WRITE, object, None])
+def test_an_engine_speaks_a_vocabulary(offender: Any) -> None:
+    """Anything but a subclass of `EventName` is refused."""
+    with pytest.raises(ConfigurationError) as caught:
+        Engine(events=offender)
+
+    assert str(caught.value) == f"events={offender!r} is no vocabulary; subclass EventName and pass the class"
 
 
 # -------------------------------------------------------------------------------------------------------------- names

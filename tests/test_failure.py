@@ -122,7 +122,7 @@ def traces_of(error: BaseException) -> Traces:
 
 @pytest.mark.parametrize("kind", [Work, PlainWork])
 async def test_rule_5_1_an_algorithm_that_raises_ends_the_event(kind: type[Work]) -> None:
-    """The ones after it and the callbacks do not run; the exception propagates as itself, with a note and the traces."""
+    """The ones after it and the callbacks do not run; the exception propagates as itself, with note and traces."""
     log: list[str] = []
     error = ValueError("broken")
     engine = Engine(
@@ -162,7 +162,7 @@ async def test_rule_5_1_the_engine_goes_on_after_a_failure() -> None:
 
 async def test_rule_5_1_the_innermost_traces_win() -> None:
     """An algorithm publishes an event in which another fails: the traces are the inner event's, the notes of both."""
-    engine = Engine(
+    engine: Engine[Any] = Engine(
         events=Job,
         algorithms=[
             Work("outer", lambda: engine.run_event(Job.SUB)),
@@ -217,7 +217,8 @@ async def test_rule_5_1_a_match_may_return_anything_with_a_truth() -> None:
     """What counts is whether it is true."""
 
     class Loose(Work):
-        match = staticmethod(lambda event, state: state)  # type: ignore[assignment]
+        def match(self, event: EventName, state: Any) -> Any:
+            return state
 
     engine = Engine(events=Job, algorithms=[Loose("loose")])
 
@@ -296,7 +297,9 @@ async def test_rule_5_2_the_others_finish_and_destinations_run() -> None:
 
 async def test_rule_5_2_callback_errors_are_an_exception_group() -> None:
     """One failure is a group, too; `except*` and `split` take it apart; it is one of ours."""
-    engine = Engine(events=Job, callbacks=[PlainWatch("it", [], ValueError("x")), PlainWatch("that", [], KeyError("y"))])
+    engine = Engine(
+        events=Job, callbacks=[PlainWatch("it", [], ValueError("x")), PlainWatch("that", [], KeyError("y"))]
+    )
     seen: list[str] = []
 
     try:
@@ -316,7 +319,9 @@ async def test_rule_5_2_destinations_default_to_log(caplog: pytest.LogCaptureFix
     log: list[str] = []
     loud = Out("loud", log, OSError("disk"))
     loud.on_error = "raise"
-    engine = Engine(events=Job, callbacks=[Out("mute", log, OSError("network")), loud, Watch("it", log, ValueError("x"))])
+    engine = Engine(
+        events=Job, callbacks=[Out("mute", log, OSError("network")), loud, Watch("it", log, ValueError("x"))]
+    )
 
     with pytest.raises(CallbackErrors) as caught:
         await engine.run_event(Job.RUN)
@@ -327,7 +332,7 @@ async def test_rule_5_2_destinations_default_to_log(caplog: pytest.LogCaptureFix
 
 
 async def test_rule_5_2_on_init_a_destination_that_fails_keeps_nobody_back() -> None:
-    """Destinations run first there; the callbacks run all the same, the algorithms do not, and both failures come out."""
+    """Destinations run first there; the callbacks run all the same, the algorithms do not, both failures come out."""
     log: list[str] = []
 
     class Loud(LoggerDestination):
@@ -441,7 +446,9 @@ async def test_rule_5_4_an_interrupt_propagates_as_itself(kind: type[Watch], bes
     log: list[str] = []
     stop = Stop()
     engine = Engine(
-        object(), events=Job, callbacks=[*(other("beside", log, checkpoints=3) for other in beside), kind("it", log, stop)]
+        object(),
+        events=Job,
+        callbacks=[*(other("beside", log, checkpoints=3) for other in beside), kind("it", log, stop)],
     )
 
     with pytest.raises(Stop) as caught:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator
-from contextvars import ContextVar
-from typing import Any
+from collections.abc import Awaitable, Generator
+from typing import Any, ClassVar
 
 import anyio
 import anyio.lowlevel
@@ -46,7 +45,7 @@ class Started(Callback[Any]):
 
     async def tick(self, state: Any, logger: Any) -> None:
         """Note the start."""
-        self.log.append(self.name)
+        self.log.append(f"{self.name}")
         for _ in range(self.checkpoints):
             await anyio.lowlevel.checkpoint()
 
@@ -56,7 +55,7 @@ class PlainStarted(Started):
 
     def tick(self, state: Any, logger: Any) -> None:  # type: ignore[override]
         """Note the start."""
-        self.log.append(self.name)
+        self.log.append(f"{self.name}")
 
 
 class Surprise(Started):
@@ -64,7 +63,7 @@ class Surprise(Started):
 
     def tick(self, state: Any, logger: Any) -> Awaitable[None]:  # type: ignore[override]
         """Note the start."""
-        self.log.append(self.name)
+        self.log.append(f"{self.name}")
         return anyio.lowlevel.checkpoint()
 
 
@@ -87,7 +86,9 @@ async def test_rule_4_8_callbacks_start_in_registration_order(kinds: list[type[S
     """However they are mixed, and a hundred times over, because trio shuffles the tasks that are ready."""
     log: list[str] = []
     names = [str(i) for i in range(len(kinds))]
-    engine = Engine(events=Tick, callbacks=[kind(name, log, i % 3) for i, (kind, name) in enumerate(zip(kinds, names, strict=True))])
+    engine = Engine(
+        events=Tick, callbacks=[kind(name, log, i % 3) for i, (kind, name) in enumerate(zip(kinds, names, strict=True))]
+    )
 
     for _ in range(100):
         log.clear()
@@ -306,7 +307,7 @@ async def test_rule_4_8_a_callback_added_later_opens_before_its_first_event() ->
             log.append("tick")
 
     class Holder:
-        callbacks: list[Any] = []
+        callbacks: ClassVar[list[Any]] = []
 
     late = Opens()
     engine = Engine(Holder(), events=Tick)
@@ -445,154 +446,3 @@ async def test_rule_4_8_first_step_of_any_awaitable() -> None:
 
     assert results == [1, 2, None]
     assert told == ["suspended"]
-
-
-# ------------------------------------------------------------------------------------------------ context variables
-
-
-variable: ContextVar[str] = ContextVar("variable")
-
-
-def setting(value: str, seen: list[str | None]) -> Callable[..., Any]:
-    """A hook that reads the variable and sets it."""
-
-    async def hook(*_: Any) -> None:
-        seen.append(variable.get(None))
-        variable.set(value)
-        await anyio.lowlevel.checkpoint()
-        assert variable.get() == value
-
-    return hook
-
-
-async def test_rule_6_5_algorithms_and_plain_functions_run_in_the_callers_context() -> None:
-    """What they set, the caller sees, and so does everything that follows."""
-    seen: list[str | None] = []
-
-    class Sets(Algorithm[Any, Any]):
-        def __init__(self, value: str) -> None:
-            self.value = value
-
-        def match(self, event: EventName, state: Any) -> bool:
-            return True
-
-        async def apply(self, event: EventName, state: Any, logger: Any) -> None:
-            seen.append(variable.get(None))
-            await anyio.lowlevel.checkpoint()
-            variable.set(self.value)
-
-    class Plain(Callback[Any]):
-        def tick(self, state: Any, logger: Any) -> None:
-            seen.append(variable.get(None))
-            variable.set("plain callback")
-
-    def subscriber(envelope: Envelope) -> None:
-        seen.append(variable.get(None))
-        variable.set("subscriber")
-
-    engine = Engine(events=Tick, algorithms=[Sets("one"), Sets("two")], callbacks=[Plain()])
-    engine.bus.subscribe(subscriber)
-    variable.set("caller")
-    await engine.run_event(Tick.TICK)
-
-    assert seen == ["caller", "one", "two", "plain callback"]
-    assert variable.get() == "subscriber"
-
-
-async def test_rule_6_5_every_async_callback_is_isolated() -> None:
-    """Each starts from the context at fan-out: nothing it sets is seen by the others, the subscribers or the caller."""
-    seen: list[str | None] = []
-    callbacks = []
-    for name in ("a", "b", "c"):
-        each = Callback[Any]()
-        each.name = name
-        each.tick = setting(name, seen)  # type: ignore[attr-defined]
-        callbacks.append(each)
-    engine = Engine(events=Tick, callbacks=callbacks)
-    engine.bus.subscribe(setting("subscriber", seen))
-    variable.set("caller")
-
-    await engine.run_event(Tick.TICK)
-
-    assert seen == ["caller"] * 4
-    assert variable.get() == "caller"
-
-
-async def test_rule_6_5_a_single_async_callback_is_isolated_too() -> None:
-    """Even one that never suspends."""
-
-    class Sets(Callback[Any]):
-        async def tick(self, state: Any, logger: Any) -> None:
-            variable.set("callback")
-
-    engine = Engine(events=Tick, callbacks=[Sets()])
-    variable.set("caller")
-
-    await engine.run_event(Tick.TICK)
-
-    assert variable.get() == "caller"
-
-
-async def test_rule_6_5_plain_functions_among_async_ones() -> None:
-    """The plain ones change the caller's context, the async ones start from what it was at fan-out."""
-    seen: list[str | None] = []
-
-    class Plain(Callback[Any]):
-        def tick(self, state: Any, logger: Any) -> None:
-            seen.append(variable.get(None))
-            variable.set("plain")
-
-    class Async(Callback[Any]):
-        async def tick(self, state: Any, logger: Any) -> None:
-            seen.append(variable.get(None))
-            variable.set("async")
-            await anyio.lowlevel.checkpoint()
-
-    engine = Engine(events=Tick, callbacks=[Async(), Plain(), Async(), Plain()])
-    variable.set("caller")
-
-    await engine.run_event(Tick.TICK)
-
-    assert seen == ["caller", "caller", "caller", "plain"]
-    assert variable.get() == "plain"
-
-
-async def test_rule_6_5_middleware_behind_an_engine_runs_in_the_callers_context() -> None:
-    """It is no callback: what it and the plain functions behind it set, the caller sees, beside async callbacks too."""
-
-    async def middleware(envelope: Envelope, call_next: Any) -> Any:
-        variable.set(f"{variable.get()} middleware")
-        return await call_next(envelope)
-
-    class Async(Callback[Any]):
-        async def tick(self, state: Any, logger: Any) -> None:
-            variable.set("async")
-            await anyio.lowlevel.checkpoint()
-
-    engine = Engine(events=Tick, callbacks=[Async()])
-    engine.bus.use(middleware)
-    engine.bus.subscribe(lambda _: variable.set(f"{variable.get()} subscriber") and None)
-    variable.set("caller")
-
-    await engine.run_event(Tick.TICK)
-
-    assert variable.get() == "caller middleware subscriber"
-
-
-async def test_rule_6_5_a_second_engines_algorithms_run_in_the_callers_context() -> None:
-    """The same holds for the algorithms of an engine further down."""
-
-    class Sets(Algorithm[Any, Any]):
-        def match(self, event: EventName, state: Any) -> bool:
-            return True
-
-        async def apply(self, event: EventName, state: Any, logger: Any) -> None:
-            variable.set("second engine")
-
-    first = Engine(events=Tick, callbacks=[Started("beside", [])])
-    Engine(events=Tick, bus=first.bus, algorithms=[Sets()])
-    variable.set("caller")
-
-    await first.run_event(Tick.TICK)
-
-    assert variable.get() == "second engine"

@@ -26,7 +26,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 
 
 async def settle() -> None:
-    """Let every task go on until it waits for something. (anyio's own `wait_all_tasks_blocked` takes its time.)"""
+    """Let every task go on until it waits for something; anyio's own way takes a tenth of a second."""
     for _ in range(20):
         await anyio.lowlevel.checkpoint()
 
@@ -63,7 +63,9 @@ class Gate:
         self.log.append(f"{envelope.payload} out")
 
 
-async def publish_in_order(group: TaskGroup, publish: Callable[..., Awaitable[Any]], *payloads: Any, **where: Any) -> None:
+async def publish_in_order(
+    group: TaskGroup, publish: Callable[..., Awaitable[Any]], *payloads: Any, **where: Any
+) -> None:
     """Publish each in a task of its own, one after another, whether they get through or not."""
 
     async def one(payload: Any) -> None:
@@ -94,6 +96,7 @@ async def test_rule_4_9_one_at_a_time_in_the_order_of_publishing(where: dict[str
     bus.subscribe(gate)
     gate.open[1] = anyio.Event()
 
+    before: list[str] = []
     async with anyio.create_task_group() as group:
         await publish_in_order(group, bus.publish, 1, 2, 3, 4, **where)
         before = list(gate.log)
@@ -111,6 +114,7 @@ async def test_rule_4_9_different_lanes_run_concurrently() -> None:
     for i in range(len(states)):
         gate.open[i] = anyio.Event()
 
+    inside = lanes = -1
     async with anyio.create_task_group() as group:
         for i, state in enumerate(states):
             await publish_in_order(group, bus.publish, i, state=state)
@@ -129,6 +133,7 @@ async def test_rule_4_9_a_key_beats_the_state() -> None:
     for i in range(3):
         gate.open[i] = anyio.Event()
 
+    before: list[str] = []
     async with anyio.create_task_group() as group:
         await publish_in_order(group, bus.publish, 0, state=one, key=("a", 1))
         await publish_in_order(group, bus.publish, 1, state=other, key=("a", 1))
@@ -146,6 +151,7 @@ async def test_rule_4_9_neither_state_nor_key_is_no_lane() -> None:
     bus.subscribe(gate)
     gate.open[1] = anyio.Event()
 
+    before, lanes = list[str](), -1
     async with anyio.create_task_group() as group:
         await publish_in_order(group, bus.publish, 1, 2)
         before, lanes = list(gate.log), len(bus._lanes)
@@ -279,6 +285,7 @@ async def test_rule_4_9_a_task_that_outlives_its_event_queues() -> None:
         await over.wait()
         await bus.publish(Flow.NOTE, "afterwards", state=state)
 
+    before: list[str] = []
     async with anyio.create_task_group() as group:
 
         async def spawn(envelope: Envelope) -> None:
@@ -306,6 +313,7 @@ async def test_rule_4_9_a_nested_event_that_outlives_its_parent_keeps_the_lane()
     state = Record()
     gate.open["nested"] = anyio.Event()
 
+    before: list[str] = []
     async with anyio.create_task_group() as group:
 
         async def spawn(envelope: Envelope) -> None:

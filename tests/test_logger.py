@@ -365,3 +365,31 @@ async def test_a_mock_of_a_state_does_not_upset_the_log() -> None:
     engine.logger.log_metrics({"a": 1})
 
     assert one.records == [({"a": 1}, None)]
+
+
+async def test_what_was_logged_last_is_delivered_by_close() -> None:
+    """Records after the last event, and those for a destination that has left meanwhile."""
+    staying, leaving = Async(), Async()
+    state = SimpleNamespace(callbacks=[staying, leaving])
+    engine = Engine(state)
+    await engine.run_event(Event.INIT)
+    engine.logger.log_metrics({"a": 1}, step=1)
+    state.callbacks.remove(leaving)
+    engine.logger.follow(state.callbacks, [staying, leaving])
+    engine.logger.log_metrics({"a": 2}, step=2)
+    report = await engine.close()
+
+    assert report.ok
+    assert staying.records == [({"a": 1}, 1), ({"a": 2}, 2)]
+    assert leaving.records == [({"a": 1}, 1)]
+
+
+async def test_a_destination_in_the_background_gets_its_records_there() -> None:
+    """Its own mailbox takes them along with the event, in order."""
+    remote = Async()
+    async with Engine(callbacks=[background(remote)]) as engine:
+        for number in (1, 2):
+            engine.logger.log_metrics({"a": number}, step=number)
+            await engine.run_event(Event.BATCH_END)
+
+    assert remote.records == [({"a": 1}, 1), ({"a": 2}, 2)]

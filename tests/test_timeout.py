@@ -39,7 +39,7 @@ class Hang(Algorithm[Any, Any]):
         """Run always."""
         return True
 
-    async def apply(self, event: EventName, state: Any, logger: Any) -> int | None:
+    async def apply(self, event: EventName, state: Any, logger: Any) -> Any:
         """Wait for ever, and clean up."""
         try:
             await anyio.sleep_forever()
@@ -202,11 +202,15 @@ def test_rule_5_3_on_a_plain_function_it_is_an_error_at_registration() -> None:
 
         def run_event(self, event: EventName, state: Any, logger: Any) -> None: ...
 
-    with pytest.raises(ConfigurationError, match="algorithm plain_algorithm has a timeout, but apply is a plain function"):
+    with pytest.raises(
+        ConfigurationError, match="algorithm plain_algorithm has a timeout, but apply is a plain function"
+    ):
         Engine(events=Job, algorithms=[PlainAlgorithm()])
-    with pytest.raises(ConfigurationError, match="callback plain_callback .* make it `async def run`, or drop the timeout"):
+    with pytest.raises(
+        ConfigurationError, match=r"callback plain_callback .* make it `async def run`, or drop the timeout"
+    ):
         Engine(events=Job, callbacks=[PlainCallback()])
-    with pytest.raises(ConfigurationError, match="callback plain_for_all .* make it `async def run_event`"):
+    with pytest.raises(ConfigurationError, match=r"callback plain_for_all .* make it `async def run_event`"):
         Engine(events=Job, callbacks=[PlainForAll()])
 
 
@@ -216,7 +220,7 @@ def test_rule_5_3_the_limit_has_to_be_a_positive_number(timeout: Any) -> None:
     hang, callback = Hang([]), HangingCallback([])
     hang.timeout = callback.timeout = timeout
 
-    with pytest.raises(ConfigurationError, match="algorithm hang has timeout=.*; give seconds as a positive number"):
+    with pytest.raises(ConfigurationError, match=r"algorithm hang has timeout=.*; give seconds as a positive number"):
         Engine(events=Job, algorithms=[hang])
     with pytest.raises(ConfigurationError, match="callback hanging_callback has timeout="):
         Engine(events=Job, callbacks=[callback])

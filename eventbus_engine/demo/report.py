@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from eventbus_engine.demo.heartbeat import Heartbeat, percentile
 from eventbus_engine.demo.records import RunRecords, count_spans
 from eventbus_engine.demo.server import BatchServer
+from eventbus_engine.telemetry.endpoint import Endpoint, endpoint_in_environment
 
 __all__ = ["Outcome", "find_problems", "format_report"]
 
@@ -115,5 +115,6 @@ def _spans(path: Path) -> str:
     if not path.exists():
         return "none: tracing is switched off by OTEL_SDK_DISABLED"
     spans, traces = count_spans(path)
-    endpoint = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-    return f"{path} ({spans} spans in {traces} traces){f', and at {endpoint}' if endpoint else ''}"
+    # What did not arrive there, telemetry.configure has said on standard error.
+    also = f", endpoint {Endpoint.resolve(None).url}" if endpoint_in_environment() else ""
+    return f"{path} ({spans} spans in {traces} traces){also}"

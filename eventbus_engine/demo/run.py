@@ -86,6 +86,7 @@ def make_trainer(options: Options, directory: Path, url: str) -> Trainer:
     torch.set_num_threads(1)  # tensors this small gain nothing from more, and the event loop wants a core too
     train, held_out = make_loaders(options.seed)
     model = make_model(options.seed)
+    batches = options.epochs * len(train)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4, nesterov=True)
     return Trainer(
         model,
@@ -94,9 +95,10 @@ def make_trainer(options: Options, directory: Path, url: str) -> Trainer:
         loss=functional.cross_entropy,
         optimizers=optimizer,
         schedulers=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=options.epochs),
-        max_duration=f"{options.epochs}ep",
+        # In batches: what depends on how much of the training is over then moves on with every batch.
+        max_duration=f"{batches}ba",
         algorithms=[MixUp(), LabelSmoothing(), LayerFreezing(), SelectiveBackprop()],
-        callbacks=[ProgressBar(options.epochs * len(train), options.progress), PostBatches(url)],
+        callbacks=[ProgressBar(batches, options.progress), PostBatches(url)],
         loggers=JsonlLogger(directory / "metrics.jsonl"),
         seed=options.seed,
         run_name=directory.name,

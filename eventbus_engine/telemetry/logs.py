@@ -7,7 +7,7 @@ from typing import Any
 
 from opentelemetry.trace import format_span_id, format_trace_id, get_current_span
 
-from eventbus_engine.bus import current_envelope
+from eventbus_engine.envelope import current_envelope
 from eventbus_engine.trace import step_of
 
 __all__ = ["add_event_context"]

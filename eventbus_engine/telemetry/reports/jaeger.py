@@ -110,24 +110,17 @@ def _span(span: RecordedSpan, ids: set[str], process: str) -> Json:
 
 def _span_tags(span: RecordedSpan) -> dict[str, Any]:
     """What has no field of its own in Jaeger."""
-    tags: dict[str, Any] = {}
-    if span.kind in _KINDS:
-        tags["span.kind"] = _KINDS[span.kind]
-    if span.status.code in (OK, ERROR):
-        tags["otel.status_code"] = "ERROR" if span.status.code == ERROR else "OK"
-    if span.status.message:
-        tags["otel.status_description"] = span.status.message
-    if span.status.code == ERROR:
-        tags["error"] = True
-    if span.scope.name:
-        tags["otel.scope.name"] = span.scope.name
-    if span.scope.version:
-        tags["otel.scope.version"] = span.scope.version
-    if span.trace_state:
-        tags["w3c.tracestate"] = span.trace_state
-    for what, count in span.dropped.items():
-        tags[f"otel.dropped_{what}_count"] = count
-    return tags
+    tags = {
+        "span.kind": _KINDS.get(span.kind),
+        "otel.status_code": {OK: "OK", ERROR: "ERROR"}.get(span.status.code),
+        "otel.status_description": span.status.message,
+        "error": span.status.code == ERROR,
+        "otel.scope.name": span.scope.name,
+        "otel.scope.version": span.scope.version,
+        "w3c.tracestate": span.trace_state,
+        **{f"otel.dropped_{what}_count": count for what, count in span.dropped.items()},
+    }
+    return {key: value for key, value in tags.items() if value}
 
 
 def _logs(events: Iterable[SpanEvent]) -> list[Json]:

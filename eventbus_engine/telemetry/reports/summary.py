@@ -41,7 +41,7 @@ class Participant:
         failures: how many of its executions failed, timed out or were cancelled.
         durations_ns: of its executions, nanoseconds each.
         slowest: the longest of them, None if there are none.
-        waited_ns: the total of those that their event waited for, which those of background callbacks are not.
+        waited_ns: the part of them that lies within their dispatch: for what went on in the background, nobody waited.
         step_ns: the part of `waited_ns` that lies within a step.
     """
 
@@ -69,14 +69,13 @@ class Participant:
         ordered = sorted(self.durations_ns)
         return [ordered[max(0, math.ceil(rank * len(ordered) / 100) - 1)] for rank in ranks]
 
-    def add(self, span: RecordedSpan, in_step: bool, place: str) -> None:
+    def add(self, span: RecordedSpan, waited_ns: int, in_step: bool, place: str) -> None:
         """Count one execution."""
         duration = span.duration_ns
         self.durations_ns.append(duration)
         self.failures += span.attributes.get("eventbus.outcome", "ok") != "ok"
-        if span.attributes.get("eventbus.delivery") != "background":
-            self.waited_ns += duration
-            self.step_ns += duration * in_step
+        self.waited_ns += waited_ns
+        self.step_ns += waited_ns * in_step
         if self.slowest is None or duration > self.slowest.duration_ns:
             event = str(span.attributes.get("eventbus.event", ""))
             self.slowest = Slowest(duration, event, place or format_time(span.start_ns))
@@ -91,7 +90,7 @@ class Summary:
         traces: how many.
         dispatches: how many events were dispatched.
         dispatch_ns: what the outermost of them took together, nanoseconds.
-        steps: how many spans `batch` there are.
+        steps: how many batches were trained on.
         steps_ns: what they took together, nanoseconds.
         participants: the algorithms, then the callbacks, each in the order of what they took.
     """
@@ -129,8 +128,8 @@ def summarize(traces: Iterable[RecordedTrace]) -> Summary:
 class _Around:
     """What a span hands down to those below it."""
 
-    in_step: bool = False
-    in_dispatch: bool = False
+    step_end_ns: int = 0
+    dispatch_end_ns: int | None = None
     place: str = ""
 
 
@@ -140,33 +139,40 @@ def _add_trace(trace: RecordedTrace, summary: Summary, known: dict[tuple[str, st
         span = node.span
         outer = around.get(id(node.parent), _Around())
         kind = span.attributes.get("eventbus.kind")
-        around[id(span)] = _inside(node, outer, kind)
-        if kind == "batch":
+        around[id(span)] = _inside(node, outer)
+        if _is_step(span):
             summary.steps += 1
             summary.steps_ns += span.duration_ns
         elif kind == "dispatch":
             summary.dispatches += 1
-            if not outer.in_dispatch:
+            if outer.dispatch_end_ns is None:
                 summary.dispatch_ns += span.duration_ns
             for name in _names(span.attributes.get("eventbus.skipped")):
                 _participant(known, "algorithm", name).skips += 1
         elif kind in _PARTICIPANTS:
             name = span.name.removeprefix(f"{kind} ")
-            _participant(known, kind, name).add(span, outer.in_step, around[id(span)].place)
+            # What a dispatch and a batch have below them may come after them: background callbacks, checkpoints.
+            end_ns = span.end_ns if outer.dispatch_end_ns is None else min(span.end_ns, outer.dispatch_end_ns)
+            waited_ns = max(0, end_ns - span.start_ns)
+            in_step = span.start_ns < outer.step_end_ns
+            _participant(known, kind, name).add(span, waited_ns, in_step, around[id(span)].place)
+
+
+def _is_step(span: RecordedSpan) -> bool:
+    # A batch that found no data left is named otherwise in the end.
+    return span.name == span.attributes.get("eventbus.kind") == "batch"
 
 
 def _names(value: object) -> list[str]:
     return [str(name) for name in value] if isinstance(value, list) else []
 
 
-def _inside(node: Node, outer: _Around, kind: object) -> _Around:
-    attributes = node.span.attributes
+def _inside(node: Node, outer: _Around) -> _Around:
+    span, attributes = node.span, node.span.attributes
     parts = [f"{unit} {attributes[key]}" for unit in ("epoch", "batch") if (key := f"train.{unit}") in attributes]
-    if not parts and kind not in ("batch", "dispatch"):
-        return outer
     return _Around(
-        in_step=outer.in_step or kind == "batch",
-        in_dispatch=outer.in_dispatch or kind == "dispatch",
+        step_end_ns=span.end_ns if _is_step(span) else outer.step_end_ns,
+        dispatch_end_ns=span.end_ns if attributes.get("eventbus.kind") == "dispatch" else outer.dispatch_end_ns,
         place=", ".join(parts) or outer.place,
     )
 
@@ -186,7 +192,7 @@ def format_summary(summary: Summary) -> str:
         mean = summary.steps_ns / summary.steps
         lines.append(f"{summary.steps:,} steps of {_ms(mean)} ms on average; shares are of these")
     else:
-        lines.append("no steps (spans of kind batch); shares are of the dispatches")
+        lines.append("no batches of a training run; shares are of the dispatches")
     for kind in _PARTICIPANTS:
         ours = [one for one in summary.participants if one.kind == kind]
         if ours:

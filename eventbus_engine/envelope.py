@@ -1,0 +1,107 @@
+"""What is published, and the way from any code back to the event it runs for."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Hashable
+from contextvars import Context, ContextVar, copy_context
+from datetime import UTC, datetime
+from typing import Any
+
+from opentelemetry import trace as otel
+
+from eventbus_engine.event import EventName
+from eventbus_engine.lanes import Dispatch
+
+__all__ = ["Envelope", "context_of", "current", "current_dispatch", "current_envelope"]
+
+current: ContextVar[Dispatch | None] = ContextVar("eventbus_engine_dispatch", default=None)
+"""The dispatch being handled in this context, and through it those it is nested in."""
+
+
+def current_dispatch() -> Dispatch | None:
+    """The dispatch from whose context this is called, whether it still runs or not."""
+    return current.get()
+
+
+def context_of(dispatch: Dispatch) -> Context:
+    """A copy of the caller's context in which that dispatch is the current one."""
+    context = copy_context()
+    context.run(current.set, dispatch)
+    return context
+
+
+class Envelope:
+    """One published event, as a plain handler receives it. Frozen.
+
+    Attributes:
+        event: the event.
+        payload: what was published with it, for plain handlers.
+        state: the state it is about, None for none.
+        key: the key of its lane, None where the state is the lane.
+        source: where it came from, None if it was published here.
+    """
+
+    __slots__ = ("_id", "_time_ns", "_traceparent", "event", "key", "payload", "source", "state")
+
+    event: EventName
+    payload: Any
+    state: Any
+    key: Hashable
+    source: str | None
+    _id: str | None
+    _time_ns: int
+    _traceparent: str | None
+
+    def __init__(
+        self, event: EventName, payload: Any = None, state: Any = None, key: Hashable = None, source: str | None = None
+    ) -> None:
+        fill = object.__setattr__
+        fill(self, "event", event)
+        fill(self, "payload", payload)
+        fill(self, "state", state)
+        fill(self, "key", key)
+        fill(self, "source", source)
+        fill(self, "_time_ns", time.time_ns())
+        fill(self, "_id", None)
+        fill(self, "_traceparent", None)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"an Envelope is frozen; publish another event instead of setting {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"an Envelope is frozen; {name!r} cannot be deleted")
+
+    @property
+    def id(self) -> str:
+        """128 random bits in hex, unique over processes. Made when first asked for: most events never are."""
+        if self._id is None:
+            object.__setattr__(self, "_id", os.urandom(16).hex())
+        return str(self._id)
+
+    @property
+    def time(self) -> datetime:
+        """When it was published, in UTC."""
+        return datetime.fromtimestamp(self._time_ns / 1e9, UTC)
+
+    @property
+    def traceparent(self) -> str | None:
+        """The W3C trace context it was first read under (`00-<trace>-<span>-<flags>`), None outside any trace."""
+        if self._traceparent is None:
+            span = otel.get_current_span().get_span_context()
+            if span.is_valid:
+                value = f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
+                object.__setattr__(self, "_traceparent", value)
+        return self._traceparent
+
+    def __repr__(self) -> str:
+        return f"<Envelope {type(self.event).__name__}.{self.event.name}>"
+
+
+def current_envelope() -> Envelope | None:
+    """The event being handled in this context, None outside any handler."""
+    dispatch = current.get()
+    while dispatch is not None and not dispatch.running:
+        dispatch = dispatch.parent
+    return dispatch.what if dispatch is not None else None

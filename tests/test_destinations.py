@@ -1,0 +1,268 @@
+"""Destinations: what is logged gets to them in order, and no failure of theirs gets anywhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from eventbus_engine import Algorithm, Callback, CallbackErrors, Engine, EventName, Logger, LoggerDestination, Traces
+from eventbus_engine.loggers import InMemoryLogger
+
+pytestmark = pytest.mark.anyio
+
+
+async def settle() -> None:
+    """Let every task go on until it waits for something."""
+    for _ in range(20):
+        await anyio.lowlevel.checkpoint()
+
+
+class Job(EventName):
+    """A vocabulary."""
+
+    RUN = "run"
+    SUB = "sub"
+
+
+class Remote(LoggerDestination):
+    """An async destination; fails on, or waits for, what it is told to."""
+
+    def __init__(self, log: list[Any], **actions: Any) -> None:
+        self.log = log
+        self.actions = actions
+
+    async def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """Deliver."""
+        await anyio.lowlevel.checkpoint()
+        action = self.actions.get(str(metrics["n"]))
+        if isinstance(action, BaseException):
+            raise action
+        if action is not None:
+            await action()
+        self.log.append(metrics["n"])
+
+
+class Says(Algorithm[Any, Any]):
+    """Logs numbers while it runs."""
+
+    def __init__(self, *numbers: int, event: Job = Job.RUN) -> None:
+        self.numbers = numbers
+        self.event = event
+
+    def match(self, event: EventName, state: Any) -> bool:
+        """On its event."""
+        return event is self.event
+
+    async def apply(self, event: EventName, state: Any, logger: Any) -> None:
+        """Log."""
+        for n in self.numbers:
+            logger.log_metrics({"n": n})
+            await anyio.lowlevel.checkpoint()
+
+
+async def test_rule_5_7_logging_is_a_plain_call_that_returns_at_once() -> None:
+    """An async destination gets its records at its stage: after the callbacks, in order, before its own hook."""
+    log: list[Any] = []
+
+    class Hooked(Remote):
+        async def run(self, state: Any, logger: Any) -> None:
+            self.log.append("hook")
+
+    class Talks(Callback[Any]):
+        async def run(self, state: Any, logger: Any) -> None:
+            result = logger.log_metrics({"n": 3})
+            log.append(("callback", result))
+
+    engine = Engine(events=Job, algorithms=[Says(1, 2)], callbacks=[Hooked(log), Talks()])
+
+    await engine.run_event(Job.RUN)
+
+    assert log == [("callback", None), 1, 2, 3, "hook"]
+
+
+async def test_rule_5_7_a_record_is_what_was_logged() -> None:
+    """What the caller does to its dict afterwards does not show."""
+    log: list[Any] = []
+
+    class Reuses(Callback[Any]):
+        def run(self, state: Any, logger: Any) -> None:
+            metrics = {"n": 1}
+            logger.log_metrics(metrics)
+            metrics["n"] = 2
+
+    engine = Engine(events=Job, callbacks=[Remote(log), Reuses()])
+
+    await engine.run_event(Job.RUN)
+
+    assert log == [1]
+
+
+async def test_rule_5_7_without_records_only_the_hook_runs() -> None:
+    """Plain or async; a destination without one is not called."""
+    log: list[Any] = []
+
+    class Hooked(Remote):
+        def run(self, state: Any, logger: Any) -> None:
+            self.log.append("hook")
+
+    engine = Engine(events=Job, callbacks=[Hooked(log), Remote(log)])
+
+    await engine.run_event(Job.RUN)
+
+    assert log == ["hook"]
+
+
+async def test_rule_5_7_a_failing_destination_never_reaches_the_algorithm(caplog: pytest.LogCaptureFixture) -> None:
+    """Nor the other destinations, nor the records behind; plain destinations fail just as quietly."""
+    log: list[Any] = []
+
+    class Plain(LoggerDestination):
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            raise OSError("disk")
+
+    memory = InMemoryLogger()
+    engine = Engine(
+        events=Job, algorithms=[Says(1, 2, 3)], callbacks=[Plain(), Remote(log, **{"2": OSError("net")}), memory]
+    )
+
+    traces = await engine.run_event(Job.RUN)
+
+    assert traces["says/RUN"].outcome == "ok"
+    assert log == [1, 3]
+    assert [value for _, value in memory.data["n"]] == [1, 2, 3]
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        "destination plain failed on RUN",
+        "destination remote failed on RUN",
+    ]
+
+
+async def test_rule_5_7_a_destination_that_wants_to_be_heard() -> None:
+    """`on_error = "raise"` makes the event fail with all its failures: records and hook, one group for several."""
+    log: list[Any] = []
+
+    class Loud(Remote):
+        on_error = "raise"
+
+        def run(self, state: Any, logger: Any) -> None:
+            raise ValueError("hook")
+
+    engine = Engine(events=Job, algorithms=[Says(1, 2)], callbacks=[Loud(log, **{"1": OSError("net")})])
+
+    with pytest.raises(CallbackErrors) as caught:
+        await engine.run_event(Job.RUN)
+
+    (group,) = caught.value.exceptions
+    assert isinstance(group, ExceptionGroup)
+    assert group.message == "2 failures of destination loud"
+    assert [str(error) for error in group.exceptions] == ["net", "hook"]
+    assert log == [2]
+
+
+async def test_rule_5_7_a_destination_that_hangs_is_cut_off_by_its_timeout(caplog: pytest.LogCaptureFixture) -> None:
+    """The run goes on; the records behind come with the next event; the one cut off is counted as lost."""
+    log: list[Any] = []
+    remote = Remote(log, **{"1": anyio.sleep_forever})
+    remote.timeout = 0.01
+    says = Says(1, 2)
+    engine = Engine(events=Job, algorithms=[says], callbacks=[remote])
+
+    await engine.run_event(Job.RUN)
+    says.numbers = ()
+    await engine.run_event(Job.RUN)
+    report = await engine.close()
+
+    assert log == [2]
+    assert report.undelivered == {"remote": 1}
+    assert caplog.messages[0] == "destination remote failed on RUN"
+
+
+async def test_rule_5_7_records_stay_in_order_across_lanes() -> None:
+    """While one event delivers, another's destination stage waits: no record overtakes another, and none is left."""
+    log: list[Any] = []
+    go = anyio.Event()
+
+    class Talks(Callback[Any]):
+        def run(self, state: Any, logger: Any) -> None:
+            logger.log_metrics({"n": state})
+
+    engine = Engine(events=Job, callbacks=[Remote(log, **{"1": go.wait}), Talks()])
+
+    async def run(n: int) -> None:
+        await engine.run_event(Job.RUN, n)
+        log.append(f"event {n}")
+
+    before: list[Any] = []
+    async with anyio.create_task_group() as group:
+        for n in (1, 2, 3):
+            group.start_soon(run, n)
+            await settle()
+        before = list(log)
+        go.set()
+
+    assert before == []
+    assert [entry for entry in log if isinstance(entry, int)] == [1, 2, 3]
+    assert log.index(3) < log.index("event 3")
+    assert log.index(2) < log.index("event 2")
+
+
+async def test_rule_5_7_a_destination_may_publish() -> None:
+    """While it delivers: the nested event's destination stage does not wait for itself, and its records come next."""
+    log: list[Any] = []
+
+    async def publish() -> None:
+        await engine.run_event(Job.SUB, "state")
+        log.append("published")
+
+    engine = Engine(
+        events=Job, algorithms=[Says(1, 2), Says(7, event=Job.SUB)], callbacks=[Remote(log, **{"1": publish})]
+    )
+
+    with anyio.fail_after(5):
+        await engine.run_event(Job.RUN, "state")
+
+    assert log == ["published", 1, 2, 7]
+
+
+async def test_rule_5_7_what_is_logged_in_a_failed_event_comes_with_the_next() -> None:
+    """An algorithm logs, then fails: its records are not lost."""
+    log: list[Any] = []
+
+    class Breaks(Says):
+        async def apply(self, event: EventName, state: Any, logger: Any) -> None:
+            await super().apply(event, state, logger)
+            raise LookupError
+
+    engine = Engine(events=Job, algorithms=[Breaks(1)], callbacks=[Remote(log)])
+
+    with pytest.raises(LookupError):
+        await engine.run_event(Job.RUN)
+    before = list(log)
+    await engine.run_event(Job.SUB)
+
+    assert (before, log) == ([], [1])
+
+
+async def test_rule_5_7_destinations_of_the_logger() -> None:
+    """A logger of the user's brings its destinations, once each; they get hooks, traces, and are closed."""
+    log: list[Any] = []
+
+    class Hooked(Remote):
+        async def run(self, state: Any, logger: Any) -> None:
+            self.log.append("hook")
+
+        async def log_traces(self, traces: Traces, step: int | None = None) -> None:
+            self.log.append([*traces])
+
+        async def close(self, state: Any, logger: Any) -> None:
+            self.log.append("close")
+
+    hooked = Hooked(log)
+    engine = Engine(logger=Logger(None, [hooked]), events=Job, algorithms=[Says(1)], callbacks=[hooked])
+
+    async with engine:
+        await engine.run_event(Job.RUN)
+
+    assert log == [1, ["says/RUN"], "hook", "close"]
