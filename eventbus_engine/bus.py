@@ -51,7 +51,7 @@ class Subscription:
         self.events = events
         self.once = once
         self.when = when
-        self.handler = Handler(function_name(handler), handler, ENVELOPE, is_async=is_async_callable(handler))
+        self.handler: Handler = Handler(function_name(handler), handler, ENVELOPE, is_async=is_async_callable(handler))
 
     def cancel(self) -> None:
         """Take the handler off the bus; safe from inside a handler, and more than once."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CloseReport", "close_participants", "closing_engine"]
 
-log = logging.getLogger("eventbus_engine")
+log: logging.Logger = logging.getLogger("eventbus_engine")
 
 
 @dataclass(slots=True)

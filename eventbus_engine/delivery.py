@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Delivery", "Mailbox"]
 
-log = logging.getLogger("eventbus_engine")
+log: logging.Logger = logging.getLogger("eventbus_engine")
 
 GRACE = 0.2
 """Seconds past the deadline before a thread that does not answer is left behind."""
@@ -58,18 +58,21 @@ class Mailbox:
         dropped: events it will never see to the end: the mailbox was full, the callback would not open or was
             dropped from the run, or the engine closed.
         running: the delivery in progress.
+        stopped: whether it takes and delivers nothing any more.
     """
 
     def __init__(self, entry: CallbackEntry, thread: LoopThread | None = None) -> None:
         self.entry = entry
         self.thread = thread
-        self.delivered = self.failed = self.dropped = 0
+        self.delivered: int = 0
+        self.failed: int = 0
+        self.dropped: int = 0
         self.running: set[Dispatch] = set()
         self._items: deque[_Item] = deque()
         self._put_in = self._taken_out = 0
         self._blocked: deque[tuple[int, Waiter]] = deque()
         self._current: _Item | None = None
-        self._stopped = False
+        self.stopped: bool = False
         self._arrived = anyio.Event()
         self._idle = anyio.Event()
         # Its own shield: cancelling the run shall not lose what `close` still has time to deliver.
@@ -81,7 +84,7 @@ class Mailbox:
         Returns:
             None; or the event's number, for `wait_for_room`, if there was no room and the publisher is to wait for it.
         """
-        if self._stopped:
+        if self.stopped:
             self._drop(item)
             return None
         full = len(self._items) >= self.entry.max_pending
@@ -114,26 +117,35 @@ class Mailbox:
         Raises:
             DeadlockError: the callback waits for one of those.
         """
-        if number - self._taken_out > self.entry.max_pending and not self._stopped:
+        if number - self._taken_out > self.entry.max_pending and not self.stopped:
             waiter = Waiter(self, dispatches[0], f"the full mailbox of callback {self.entry.name}, which is at ")
             self._blocked.append((number, waiter))
             await waiter.wait(dispatches)
 
     async def run(self) -> None:
         """Deliver, one after another, until stopped."""
-        with self._scope:
-            while True:
-                while self._items:
-                    item = self._items.popleft()
-                    self._taken_out += 1
-                    self._admit_blocked()
-                    await self._deliver(item)
-                self._idle.set()
-                self._arrived = anyio.Event()
-                await self._arrived.wait()
+        try:
+            with self._scope:
+                while True:
+                    while self._items:
+                        await self._deliver(self._take())
+                    self._idle.set()
+                    self._arrived = anyio.Event()
+                    await self._arrived.wait()
+        except anyio.get_cancelled_exc_class():
+            # Its shield keeps out every scope, so it was the task itself that somebody cancelled.
+            log.error("the worker of background callback %s was cancelled; it gets no more events", self.entry.name)
+        finally:
+            self.stop()
+
+    def _take(self) -> _Item:
+        self._taken_out += 1
+        item = self._items.popleft()
+        self._admit_blocked()
+        return item
 
     def _admit_blocked(self) -> None:
-        while self._blocked and (self._stopped or self._blocked[0][0] - self._taken_out <= self.entry.max_pending):
+        while self._blocked and (self.stopped or self._blocked[0][0] - self._taken_out <= self.entry.max_pending):
             self._blocked.popleft()[1].ready.set()
 
     async def _deliver(self, item: _Item) -> None:
@@ -172,21 +184,26 @@ class Mailbox:
         if owner.settle(error, event):
             log.error("background callback %s failed on %s", self.entry.name, event.name, exc_info=error)
 
-    async def close(self, seconds: float) -> None:
-        """Deliver what is in, for so many seconds, then stop."""
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was put in has been delivered."""
+        return self._idle.is_set()
+
+    async def drain(self, seconds: float) -> None:
+        """Wait until it is idle, for so many seconds."""
         with anyio.move_on_after(seconds):
             await self._idle.wait()
-        self.stop()
 
     def stop(self) -> None:
         """Stop the worker, and count what it leaves behind."""
         self.abandon()
         self._admit_blocked()
+        self._idle.set()
         self._scope.cancel()
 
     def abandon(self) -> None:
         """Count what is left as lost. All that can be done from another thread, while a hook holds up the worker's."""
-        self._stopped = True
+        self.stopped = True
         for item in [*([self._current] if self._current is not None else []), *self._items]:
             self._drop(item)
         self._current = None
@@ -222,8 +239,8 @@ class Delivery:
 
     @property
     def running(self) -> set[Dispatch]:
-        """The deliveries in progress."""
-        return {dispatch for mailbox in self.mailboxes.values() for dispatch in mailbox.running}
+        """The deliveries in progress, unless they have outlived the closing."""
+        return {d for mailbox in self.mailboxes.values() if not mailbox.stopped for d in mailbox.running}
 
     async def __aenter__(self) -> Self:
         if self._group is not None:
@@ -317,13 +334,20 @@ class Delivery:
         Returns:
             Name to number of the events that were never delivered, those dropped earlier included.
         """
-        seconds = max(deadline - anyio.current_time(), 0)
-        with anyio.move_on_after(seconds + GRACE) as limit:
-            async with anyio.create_task_group() as group:
-                for mailbox in self.mailboxes.values():
-                    _ = group.start_soon(self.at_home(mailbox.entry, mailbox.close), seconds)
+        mailboxes = self.mailboxes.values()
+        with anyio.move_on_after(max(deadline - anyio.current_time(), 0) + GRACE) as limit:
+            # More than once: a hook may publish, and so fill a mailbox that was empty.
+            while (seconds := deadline - anyio.current_time()) > 0 and not all(mailbox.idle for mailbox in mailboxes):
+                async with anyio.create_task_group() as group:
+                    for mailbox in mailboxes:
+                        _ = group.start_soon(self.at_home(mailbox.entry, mailbox.drain), seconds)
+            for mailbox in mailboxes:
+                if mailbox.thread is None:
+                    mailbox.stop()
+                else:
+                    await mailbox.thread.visit(mailbox.stop)
         if limit.cancelled_caught:
-            for mailbox in self.mailboxes.values():
+            for mailbox in mailboxes:
                 mailbox.abandon()
         lost = {mailbox.entry.name: mailbox.dropped for mailbox in self.mailboxes.values() if mailbox.dropped}
         for name, count in lost.items():

@@ -12,7 +12,7 @@ from eventbus_engine.fanout import HOOK, Handler
 from eventbus_engine.logger import Logger, Pending
 from eventbus_engine.participants import CallbackEntry
 
-__all__ = ["delivery_handler", "drain"]
+__all__ = ["delivery_handler", "discard", "drain"]
 
 _delivering: ContextVar[Pending | None] = ContextVar("eventbus_engine_delivering", default=None)
 
@@ -51,6 +51,14 @@ def delivery_handler(entry: CallbackEntry, hook: Handler | None, logger: Any) ->
     return handler, len(records) + (hook is not None)
 
 
+def discard(entry: CallbackEntry, logger: Any) -> None:
+    """Drop, and count, what was logged for a destination that has been dropped from the run."""
+    pending = logger.pending(entry.callback) if isinstance(logger, Logger) else None
+    if pending:
+        pending.lost += len(pending)
+        pending.clear()
+
+
 async def drain(pending: Pending) -> list[Exception]:
     """Deliver every waiting record, in order; one that fails does not keep back the next.
 
@@ -69,9 +77,7 @@ async def drain(pending: Pending) -> list[Exception]:
             send = pending.popleft()
             pending.lost += 1
             try:
-                result = send()
-                if isinstance(result, Awaitable):
-                    await result
+                await send()
             except Exception as error:
                 failures.append(error)
             else:

@@ -29,12 +29,13 @@ from eventbus_engine.plan import Order, PassesArgument, Plan, arrange, collect_p
 from eventbus_engine.sequence import Offload, matches, run_algorithms
 from eventbus_engine.stages import merge_traces, run_callbacks
 from eventbus_engine.sync import SyncEngine
-from eventbus_engine.telemetry.spans import Activity, TracerSource
+from eventbus_engine.telemetry.spans import Activity, TracerSource, event_template
 from eventbus_engine.trace import Traces
 
 __all__ = ["Engine"]
 
 StateT = TypeVar("StateT", default=Any)
+
 
 class Engine(Generic[StateT]):
     """Runs the algorithms and callbacks of a bus's events, in the order that its passes give them.
@@ -74,13 +75,13 @@ class Engine(Generic[StateT]):
             raise ConfigurationError(f"events={events!r} is no vocabulary; subclass EventName and pass the class")
         self.state = state
         self.events = events
-        self.algorithm_passes = collect_passes(algorithm_passes)
+        self.algorithm_passes: list[AlgorithmPass] = collect_passes(algorithm_passes)
         self.offload: Offload | None = None
         self._given = {"algorithms": list(algorithms), "callbacks": list(callbacks)}
         self._state_checked: Any = self._given
         self._theirs: set[str] = set()
         self._remembered: dict[tuple[EventName, tuple[int, ...]], Order] = {}
-        self.tracers = TracerSource(tracer_provider)
+        self.tracers: TracerSource = TracerSource(tracer_provider)
         self._active: set[Dispatch] = set()
         self._opening: tuple[Dispatch, anyio.Event] | None = None
         self._close_timeout: float | None = None
@@ -219,7 +220,7 @@ class Engine(Generic[StateT]):
         self._admit(dispatch)
         state = self.state if envelope.state is None else envelope.state
         tracer = self.tracers.get()
-        span = Activity(tracer, f"dispatch {event.value}", "dispatch", event) if tracer is not None else None
+        span = tracer.open(event_template("dispatch", event)) if tracer is not None else None
         occasion = Occasion(
             envelope, state, self.logger, dispatch, tracer if span is not None and span.recording else None
         )
@@ -238,15 +239,17 @@ class Engine(Generic[StateT]):
                 await self._fall_idle()
 
     def _admit(self, dispatch: Dispatch) -> None:
-        """Refuse an event for a closed engine. While it waits for what still runs, that may nest events."""
+        """Refuse an event for a closed engine. What it still waits for, an event or a delivery, may publish."""
         if not self.closed:
             return
-        waiting = self._report is None and self._closing is None
-        if not (waiting and any(ancestor in self._active for ancestor in dispatch.ancestors())):
+        awaited = self._delivery.running
+        if self._report is None and self._closing is None:
+            awaited |= self._active
+        if awaited.isdisjoint(dispatch.ancestors()):
             what = "is closed" if self._report is not None else "is closing"
             raise EngineClosedError(
-                f"{dispatch.what.event.name} was published, but the engine {what}; publish before close(), or make a new "
-                f"Engine"
+                f"{dispatch.what.event.name} was published, but the engine {what}; publish before close(), or make "
+                f"a new Engine"
             )
 
     async def _handle(
@@ -364,7 +367,7 @@ class Engine(Generic[StateT]):
         """The last event is done: whoever waits for that may close, or it was closed from inside and closes now."""
         for idle in self._closers:
             idle.set()
-        if self._close_timeout is not None and self._report is None and not self._closers:
+        if self._close_timeout is not None and self._report is None and self._closing is None and not self._closers:
             await need_loop()
             with anyio.CancelScope(shield=True):
                 await self._close_now(anyio.current_time() + self._close_timeout)

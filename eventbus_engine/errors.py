@@ -20,11 +20,13 @@ Every error of this package derives from `EventBusError`, so one `except` catche
     ├── SnapshotError (AttributeError)       a background callback read what its snapshot does not hold
     ├── SyncUsageError (RuntimeError)        `engine.sync` called from one of the engine's own handlers
     ├── TelemetryError (RuntimeError)        tracing asked to do what its set-up cannot do
+    │   └── SpanFileError (ValueError)       a file of spans with a line that is no request
     └── CallbackErrors (ExceptionGroup)      what the callbacks of one event raised, in registration order
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -120,6 +122,18 @@ class SyncUsageError(EventBusError, RuntimeError):
 
 class TelemetryError(EventBusError, RuntimeError):
     """Tracing was asked to do something its set-up cannot do."""
+
+
+class SpanFileError(TelemetryError, ValueError):
+    """A file holds something other than OTLP JSON lines. `path` and `line`, counted from 1, say where."""
+
+    def __init__(self, path: str | os.PathLike[str], line: int, problem: str) -> None:
+        super().__init__(
+            f"{os.fspath(path)}, line {line}: {problem}; each line has to be one OTLP ExportTraceServiceRequest in "
+            "JSON, as OtlpJsonFileExporter writes them; delete this one to read the others"
+        )
+        self.path = path
+        self.line = line
 
 
 class CallbackErrors(EventBusError, ExceptionGroup[Exception]):

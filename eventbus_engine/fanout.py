@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
-from opentelemetry.trace import Tracer
 
 from eventbus_engine._steps import FirstStep, need_loop
 from eventbus_engine.errors import CallbackErrors, HandlerCancelledError, HandlerTimeoutError
-from eventbus_engine.telemetry.spans import Activity, code_name
+from eventbus_engine.telemetry.spans import Activity, EngineTracer, Template, handler_template
 
 if TYPE_CHECKING:
     from eventbus_engine.event import EventName
@@ -36,7 +35,7 @@ __all__ = [
     "run_fanout",
 ]
 
-log = logging.getLogger("eventbus_engine")
+log: logging.Logger = logging.getLogger("eventbus_engine")
 
 HOOK: Final = 0
 EVENT: Final = 1
@@ -68,7 +67,7 @@ class Handler:
         owner: who decides about its failures; None: the event fails.
     """
 
-    __slots__ = ("call", "is_async", "name", "owner", "takes", "timeout")
+    __slots__ = ("call", "is_async", "name", "owner", "takes", "templates", "timeout")
 
     def __init__(
         self,
@@ -80,12 +79,13 @@ class Handler:
         timeout: float | None = None,
         owner: Owner | None = None,
     ) -> None:
-        self.name = name
-        self.call = call
-        self.takes = takes
-        self.is_async = is_async
-        self.timeout = timeout
+        self.name: str = name
+        self.call: Callable[..., Any] = call
+        self.takes: int = takes
+        self.is_async: bool = is_async
+        self.timeout: float | None = timeout
         self.owner: Any = owner
+        self.templates: dict[EventName, Template] = {}
 
 
 class Occasion:
@@ -99,7 +99,7 @@ class Occasion:
         state: Any,
         logger: Any,
         dispatch: Dispatch | None,
-        tracer: Tracer | None = None,
+        tracer: EngineTracer | None = None,
         context: Context | None = None,
     ) -> None:
         self.event: EventName = envelope.event
@@ -108,9 +108,9 @@ class Occasion:
             (self.event, state, logger),
             (envelope,),
         )
-        self.dispatch = dispatch
-        self.tracer = tracer
-        self.context = context
+        self.dispatch: Dispatch | None = dispatch
+        self.tracer: EngineTracer | None = tracer
+        self.context: Context | None = context
         self.copies: dict[str, Any] = {}
 
     def untraced(self) -> Occasion:
@@ -222,7 +222,7 @@ class _FanOut:
             await anyio.lowlevel.checkpoint_if_cancelled()
         except BaseException as error:
             # What handlers raise is kept, not raised. So a group wraps what is no Exception, a KeyboardInterrupt, say.
-            fatal = _first_leaf(error)
+            fatal = _fatal(error)
             for i, failure in sorted(self.errors.items()):
                 name, event = self.handlers[i].name, self.occasion.event.name
                 log.error("callback %s failed on %s, which was cancelled", name, event, exc_info=failure)
@@ -273,6 +273,7 @@ class _FanOut:
                 span.end(outcome_of(error), error)
 
     async def run_task(self, i: int, end: int, begun: Begun | None, started: anyio.Event | None) -> None:
+        """Run an async handler in a task of its own; the next one starts when it first suspends, or ends."""
         handler = self.handlers[i]
         baton = _Baton(self, i + 1, end, started)
         if begun is None:
@@ -283,38 +284,57 @@ class _FanOut:
                 span.enter()
         error: BaseException | None = None
         try:
-            limit = nullcontext() if handler.timeout is None else anyio.move_on_after(handler.timeout)
-            with limit as scope:
-                if awaitable is None:
-                    awaitable = handler.call(*self.occasion.arguments[handler.takes])
-                await FirstStep(awaitable, baton.hand_on)
-            if scope is None or not scope.cancelled_caught:
-                succeeded(handler)
-            else:
-                error = self.errors[i] = HandlerTimeoutError(
-                    f"callback {handler.name} did not finish {self.occasion.event.name} within {handler.timeout:g} s"
-                )
-        except Exception as raised:
-            error = self.errors[i] = raised
+            await self.call_async(handler, awaitable, baton)
+            succeeded(handler)
         except BaseException as raised:
-            error = raised
-            if not isinstance(raised, anyio.get_cancelled_exc_class()) or _cancelled_from_outside():
-                raise
-            error = self.errors[i] = HandlerCancelledError(
-                f"callback {handler.name} cancelled itself on {self.occasion.event.name}"
-            )
-            error.__cause__ = raised
+            error, outward = self.judge(handler, raised)
+            if isinstance(error, Exception):
+                self.errors[i] = error
+            if outward is not None:
+                raise outward  # noqa: B904 -- it is what was raised, or a part of it
         finally:
             if span is not None:
                 span.end(outcome_of(error), error)
         baton.hand_on()
 
+    async def call_async(self, handler: Handler, awaitable: Awaitable[Any] | None, baton: _Baton) -> None:
+        limit = nullcontext() if handler.timeout is None else anyio.move_on_after(handler.timeout)
+        with limit as scope:
+            steps = handler.call(*self.occasion.arguments[handler.takes]) if awaitable is None else awaitable
+            await FirstStep(steps, baton.hand_on)
+        if scope is not None and scope.cancelled_caught:
+            raise HandlerTimeoutError(
+                f"callback {handler.name} did not finish {self.occasion.event.name} within {handler.timeout:g} s"
+            )
+
+    def judge(self, handler: Handler, raised: BaseException) -> tuple[BaseException, BaseException | None]:
+        """What a handler has failed with, and what goes on from there to all the others: a cancellation, say."""
+        if isinstance(raised, Exception):
+            return raised, None
+        cancelled = anyio.get_cancelled_exc_class()
+        if isinstance(raised, BaseExceptionGroup):
+            # A task group of the handler's own that was cancelled, and in which something failed at that.
+            cancellation, failure = raised.split(cancelled)
+            if cancellation is not None and isinstance(failure, Exception):
+                return failure, cancellation
+        if not isinstance(raised, cancelled) or _cancelled_from_outside():
+            return raised, raised
+        error = HandlerCancelledError(f"callback {handler.name} cancelled itself on {self.occasion.event.name}")
+        error.__cause__ = raised
+        return error, None
+
     def open_span(self, handler: Handler) -> Activity | None:
         tracer = self.occasion.tracer
         if tracer is None:
             return None
-        attributes = {"code.function.name": code_name(handler.call)}
-        return Activity(tracer, f"callback {handler.name}", "callback", self.occasion.event, attributes)
+        event = self.occasion.event
+        template = handler.templates.get(event)
+        if template is None:
+            # Only background delivery has an occasion with a context of its own.
+            background = self.occasion.context is not None
+            template = handler_template("callback", handler.name, event, handler.call, background=background)
+            handler.templates[event] = template
+        return tracer.open(template)
 
 
 def succeeded(handler: Handler) -> None:
@@ -323,10 +343,11 @@ def succeeded(handler: Handler) -> None:
         handler.owner.succeeded()
 
 
-def _first_leaf(error: BaseException) -> BaseException:
-    """The first exception in a group that is no cancellation; an exception by itself as it is."""
+def _fatal(error: BaseException) -> BaseException:
+    """What ended it all: in a group, the first that is neither an Exception nor a cancellation, if there is one."""
+    harmless = (Exception, BaseExceptionGroup, anyio.get_cancelled_exc_class())
     while isinstance(error, BaseExceptionGroup):
-        error = (error.split(anyio.get_cancelled_exc_class())[1] or error).exceptions[0]
+        error = (error.subgroup(lambda each: not isinstance(each, harmless)) or error).exceptions[0]
     return error
 
 

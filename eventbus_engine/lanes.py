@@ -33,14 +33,14 @@ class Dispatch:
     def __init__(
         self, what: Any, parent: Dispatch | None, lane: Hashable, lanes: Lanes, *, apart: bool = False
     ) -> None:
-        self.what = what
-        self.parent = parent
-        self.lane = lane
-        self.lanes = lanes
-        self.running = True
+        self.what: Any = what
+        self.parent: Dispatch | None = parent
+        self.lane: Hashable = lane
+        self.lanes: Lanes = lanes
+        self.running: bool = True
         self.task_id: int | None = None
         self.blocked: set[Waiter] | None = None
-        self.apart = apart
+        self.apart: bool = apart
         # Forget those that are done: a task that publishes from a task that published from a task, and so on, would
         # keep everything they ever handled.
         if parent is not None:
@@ -87,12 +87,12 @@ class Waiter:
     __slots__ = ("behind", "dispatch", "granted", "ready", "task_id", "what")
 
     def __init__(self, behind: Busy, dispatch: Dispatch, what: str = "") -> None:
-        self.behind = behind
-        self.dispatch = dispatch
-        self.what = what
-        self.task_id = anyio.get_current_task().id
-        self.ready = anyio.Event()
-        self.granted = False
+        self.behind: Busy = behind
+        self.dispatch: Dispatch = dispatch
+        self.what: str = what
+        self.task_id: int = anyio.get_current_task().id
+        self.ready: anyio.Event = anyio.Event()
+        self.granted: bool = False
 
     async def wait(self, held_up: Sequence[Dispatch]) -> None:
         """Wait until it is ready.
@@ -128,7 +128,7 @@ class Lane:
     __slots__ = ("running", "waiters")
 
     def __init__(self, front: Dispatch) -> None:
-        self.running = {front}
+        self.running: set[Dispatch] = {front}
         # An ordered dict, because leaving from the middle has to be as cheap as from the front: a storm of
         # cancellations over a long queue would be quadratic otherwise.
         self.waiters: OrderedDict[Waiter, None] = OrderedDict()

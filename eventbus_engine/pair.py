@@ -9,7 +9,7 @@ from typing import Any, Self
 from eventbus_engine.errors import ConfigurationError
 from eventbus_engine.event import EventName
 from eventbus_engine.fanout import outcome_of
-from eventbus_engine.telemetry.spans import Activity, TracerSource
+from eventbus_engine.telemetry.spans import Activity, TracerSource, event_template
 from eventbus_engine.trace import Traces
 
 __all__ = ["Pair"]
@@ -54,7 +54,7 @@ class Pair:
     async def __aenter__(self) -> Self:
         tracer = self._tracers.get()
         if tracer is not None:
-            self._span = Activity(tracer, self._event.canonical_name, "pair", self._event)
+            self._span = tracer.open(event_template("pair", self._event))
         try:
             self.before = await self._run_event(self._event, self._state)
         except BaseException as error:

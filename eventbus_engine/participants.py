@@ -33,10 +33,11 @@ from eventbus_engine.event import EventName, resolve_event
 from eventbus_engine.fanout import EVENT, HOOK, Handler
 from eventbus_engine.logger import is_destination
 from eventbus_engine.passes import ConflictWarning, check_constraints, find_conflicts
+from eventbus_engine.telemetry.spans import Template
 
 __all__ = ["AlgorithmEntry", "CallbackEntry", "Participants"]
 
-log = logging.getLogger("eventbus_engine")
+log: logging.Logger = logging.getLogger("eventbus_engine")
 
 _open_in: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Which engine each open callback is open in, by the callback's id. Weak: an engine that is gone holds nothing."""
@@ -45,16 +46,17 @@ _open_in: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 class AlgorithmEntry:
     """An algorithm, its name in traces and what to call."""
 
-    __slots__ = ("algorithm", "apply", "is_async", "match", "name", "timeout")
+    __slots__ = ("algorithm", "apply", "is_async", "match", "name", "templates", "timeout")
 
     def __init__(self, algorithm: Any, name: str) -> None:
         check_algorithm(algorithm)
-        self.algorithm = algorithm
-        self.name = name
+        self.algorithm: Any = algorithm
+        self.name: str = name
         self.match: Callable[[Any, Any], Any] = algorithm.match
         self.apply: Callable[[Any, Any, Any], Any] = algorithm.apply
-        self.is_async = is_async_callable(self.apply)
-        self.timeout = read_timeout(algorithm, f"algorithm {name}")
+        self.is_async: bool = is_async_callable(self.apply)
+        self.templates: dict[EventName, Template] = {}
+        self.timeout: float | None = read_timeout(algorithm, f"algorithm {name}")
         if self.timeout is not None and not self.is_async:
             raise ConfigurationError(plain_timeout(f"algorithm {name}", "apply"))
 
@@ -80,36 +82,36 @@ class CallbackEntry:
     )
 
     def __init__(self, callback: Any, name: str, destination: bool, events: type[EventName]) -> None:
-        self.callback = callback
-        self.name = name
-        self.destination = destination
+        self.callback: Any = callback
+        self.name: str = name
+        self.destination: bool = destination
         described = f"callback {name}"
         # A destination that is none of ours has no say about it either: telemetry never kills a run.
         default = "log" if destination else "raise"
         has_say = read_option(callback, "on_error", None) is not None
         choices = ("raise", "log", "quarantine")
         self.on_error: str = read_choice(callback, "on_error", choices, described) if has_say else default
-        self.quarantine_after = read_option(callback, "quarantine_after", 3)
+        self.quarantine_after: int = read_option(callback, "quarantine_after", 3)
         if not isinstance(self.quarantine_after, int) or self.quarantine_after < 1:
             raise ConfigurationError(
                 f"{described} has quarantine_after={self.quarantine_after!r}; give a number of failures, 1 or more"
             )
-        self.timeout = read_timeout(callback, described)
+        self.timeout: float | None = read_timeout(callback, described)
         self.delivery: str = read_choice(callback, "delivery", ("inline", "background"), described)
         self.on_full: str = read_choice(callback, "on_full", ("drop_oldest", "block", "coalesce"), described)
-        self.max_pending = read_option(callback, "max_pending", 1000)
+        self.max_pending: int = read_option(callback, "max_pending", 1000)
         if not isinstance(self.max_pending, int) or self.max_pending < 1:
             raise ConfigurationError(
                 f"{described} has max_pending={self.max_pending!r}; give a number of events, 1 or more"
             )
-        self.snapshot = read_option(callback, "snapshot", ())
+        self.snapshot: Sequence[str] = read_option(callback, "snapshot", ())
         if not isinstance(self.snapshot, tuple | list) or not all(isinstance(name, str) for name in self.snapshot):
             raise ConfigurationError(
                 f"{described} has snapshot={self.snapshot!r}; give a tuple of names of attributes, as in ('loss',)"
             )
-        self.failures = 0
-        self.quarantined = False
-        self.opened = False
+        self.failures: int = 0
+        self.quarantined: bool = False
+        self.opened: bool = False
         bound = {event: self._bind(event) for event in events}
         self.hooks: dict[EventName, Handler] = {event: hook for event, hook in bound.items() if hook is not None}
 
@@ -230,15 +232,15 @@ class Participants:
         events: type[EventName],
         before: Participants | None = None,
     ) -> None:
-        self.seen_algorithms = tuple(algorithms)
-        self.seen_callbacks = tuple(callbacks)
-        self.seen_destinations = tuple(destinations)
+        self.seen_algorithms: tuple[Any, ...] = tuple(algorithms)
+        self.seen_callbacks: tuple[Any, ...] = tuple(callbacks)
+        self.seen_destinations: tuple[Any, ...] = tuple(destinations)
         self.warned: set[frozenset[str]] = before.warned if before is not None else set()
         everybody = [*callbacks, *(d for d in destinations if not any(d is c for c in callbacks))]
         _refuse_twice("algorithm", algorithms)
         _refuse_twice("callback", callbacks)
         names = unique_names(algorithms)
-        self.algorithms = [AlgorithmEntry(a, n) for a, n in zip(algorithms, names, strict=True)]
+        self.algorithms: list[AlgorithmEntry] = [AlgorithmEntry(a, n) for a, n in zip(algorithms, names, strict=True)]
         check_constraints(algorithms)
         for algorithm in algorithms:
             _check_events(algorithm, events)
@@ -262,13 +264,15 @@ class Participants:
         # Who has left the run while open, or while its worker may still open it, is to be closed with it.
         left = [entry for entry in seen if entry not in self.entries]
         self.departed: list[CallbackEntry] = [e for e in left if e.opened or e.delivery == "background"]
-        self.destinations = [entry for entry in self.entries if entry.destination]
+        self.destinations: list[CallbackEntry] = [entry for entry in self.entries if entry.destination]
         watching = [entry for entry in self.entries if not entry.destination]
         inline = [entry for entry in watching if entry.delivery == "inline"]
         background = [entry for entry in watching if entry.delivery == "background"]
-        self.callback_hooks = {event: _hooks_of(inline, event) for event in events}
-        self.background_hooks = {event: _hooks_of(background, event) for event in events}
-        self.all_opened = all(entry.opened for entry in self.entries)
+        self.callback_hooks: dict[EventName, list[Handler]] = {event: _hooks_of(inline, event) for event in events}
+        self.background_hooks: dict[EventName, list[Handler]] = {
+            event: _hooks_of(background, event) for event in events
+        }
+        self.all_opened: bool = all(entry.opened for entry in self.entries)
         self._warn_of_conflicts()
 
     def changed(self, algorithms: Sequence[Any], callbacks: Sequence[Any], destinations: Sequence[Any]) -> bool:
@@ -321,5 +325,3 @@ def _check_events(participant: Any, events: type[EventName]) -> None:
     if isinstance(target, FunctionAlgorithm | FunctionCallback):
         for event in target.events:
             resolve_event(event, events)
-
-

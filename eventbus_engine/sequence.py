@@ -16,7 +16,7 @@ from eventbus_engine.fanout import EVENT, HOOK, Occasion, add_note, outcome_of
 from eventbus_engine.logger import Logger
 from eventbus_engine.participants import AlgorithmEntry
 from eventbus_engine.plan import Order
-from eventbus_engine.telemetry.spans import Activity, code_name
+from eventbus_engine.telemetry.spans import Activity, handler_template
 from eventbus_engine.trace import Trace, Traces, step_of
 
 __all__ = ["Offload", "attach_traces", "matches", "run_algorithms"]
@@ -95,8 +95,11 @@ async def _apply(entry: AlgorithmEntry, trace: Trace, occasion: Occasion, offloa
     """Run one algorithm, and note in its trace how that went."""
     span: Activity | None = None
     if occasion.tracer is not None:
-        attributes = {"eventbus.order": trace.order, "code.function.name": code_name(entry.apply)}
-        span = Activity(occasion.tracer, f"algorithm {entry.name}", "algorithm", occasion.event, attributes)
+        template = entry.templates.get(occasion.event)
+        if template is None:
+            template = handler_template("algorithm", entry.name, occasion.event, entry.apply)
+            entry.templates[occasion.event] = template
+        span = occasion.tracer.open(template, order=trace.order)
     trace.start_ns, started = time.time_ns(), time.perf_counter_ns()
     try:
         trace.exit_code = await _call(entry, occasion, offload)

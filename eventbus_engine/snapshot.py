@@ -56,6 +56,9 @@ class Snapshot:
     def __delattr__(self, name: str) -> None:
         raise SnapshotError(f"background callback {self._name} deleted state.{name}, but its snapshot is frozen")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Snapshot, (self._name, self._declared, self._values)
+
     def __repr__(self) -> str:
         return f"<Snapshot for {self._name}: {', '.join(self._values)}>"
 

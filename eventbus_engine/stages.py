@@ -6,7 +6,7 @@ import logging
 
 from eventbus_engine.bus import CallNext
 from eventbus_engine.delivery import Delivery, Room
-from eventbus_engine.destinations import delivery_handler
+from eventbus_engine.destinations import delivery_handler, discard
 from eventbus_engine.envelope import Envelope
 from eventbus_engine.errors import CallbackErrors, DeadlockError
 from eventbus_engine.fanout import HOOK, Handler, Occasion, raise_failures, run_fanout
@@ -16,7 +16,7 @@ from eventbus_engine.trace import Traces
 
 __all__ = ["merge_traces", "run_callbacks"]
 
-log = logging.getLogger("eventbus_engine")
+log: logging.Logger = logging.getLogger("eventbus_engine")
 
 Failures = list[tuple[Handler, Exception]]
 
@@ -80,6 +80,7 @@ async def _run_destinations(
     handlers: list[Handler] = []
     for entry in participants.destinations:
         if entry.quarantined:
+            discard(entry, logger)
             continue
         handler, size = delivery_handler(entry, entry.hooks.get(occasion.event), logger)
         if handler is not None and entry.delivery == "background":

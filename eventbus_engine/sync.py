@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LoopThread", "SyncEngine"]
 
-log = logging.getLogger("eventbus_engine")
+log: logging.Logger = logging.getLogger("eventbus_engine")
 
 T = TypeVar("T")
 
@@ -169,7 +169,8 @@ class LoopThread:
         async def call() -> T:
             return function(*arguments)
 
-        return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
+        # In no context of the caller's: a worker started from here belongs to no event.
+        return Context().run(asyncio.run_coroutine_threadsafe, call(), self._loop).result()
 
     def start_soon(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start a task on the loop, and leave it."""
@@ -197,7 +198,9 @@ class LoopThread:
 
         if threading.get_ident() == self._thread.ident:
             return await call()
-        future = asyncio.run_coroutine_threadsafe(call(), self._loop)
+        context = copy_context()
+        context.run(leave_loop)
+        future = context.run(asyncio.run_coroutine_threadsafe, call(), self._loop)
         try:
             return await anyio.to_thread.run_sync(future.result, abandon_on_cancel=True)
         except BaseException:

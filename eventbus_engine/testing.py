@@ -149,7 +149,9 @@ class FakeCallback(Recorder):
         **options: Any,
     ) -> None:
         super().__init__(*events, name=name, look=look, **options)
-        self.opened = self.closed = self.post_closed = 0
+        self.opened: int = 0
+        self.closed: int = 0
+        self.post_closed: int = 0
         # As an attribute: whether a hook is async is read off what is called.
         self.run_event: Any = self._call_async if is_async_callable(hook) else self._call
         self._hook = hook or _do_nothing

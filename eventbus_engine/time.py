@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import total_ordering
-from typing import Any, Generic, TypeAlias
+from typing import Any, ClassVar, Generic, TypeAlias
 
 from typing_extensions import TypeVar
 
@@ -341,7 +341,7 @@ class Timestamp:
         return self.get(Time.from_input(other).unit) == other if isinstance(other, (Time, str)) else NotImplemented
 
     # Equal to times and strings of every unit at once, which no hash can honour.
-    __hash__ = None  # type: ignore[assignment]
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]
 
     def __lt__(self, other: Time | str) -> bool:
         return self.get(Time.from_input(other).unit) < other if isinstance(other, (Time, str)) else NotImplemented

@@ -309,6 +309,37 @@ async def test_rule_5_4_a_failure_while_cleaning_up_is_not_swallowed(caplog: pyt
     assert caplog.records[0].exc_info is not None
 
 
+@pytest.mark.parametrize("waits", [False, True], ids=["for the task", "by itself"])
+async def test_rule_5_4_a_task_of_a_callback_fails_while_cleaning_up(
+    waits: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own task group joins failure and cancellation: the cancellation comes out, the failure is logged."""
+    started = anyio.Event()
+
+    async def clumsy() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            raise ValueError("while cleaning up")
+
+    class Groups(Callback[Any]):
+        async def run(self, state: Any, logger: Any) -> None:
+            async with anyio.create_task_group() as group:
+                group.start_soon(clumsy)
+                await anyio.lowlevel.checkpoint()
+                started.set()
+                if waits:
+                    await anyio.sleep_forever()
+
+    log: list[str] = []
+    engine = Engine(events=Job, callbacks=[Groups()])
+
+    cancelled = await cancel_once_started(engine, started, log=log)
+
+    assert cancelled
+    assert caplog.messages == ["callback groups failed on RUN, which was cancelled"]
+
+
 async def test_rule_5_4_a_callback_that_ignores_the_cancellation() -> None:
     """It returns as if nothing had been: the event is cancelled all the same, before the destinations."""
     started = anyio.Event()

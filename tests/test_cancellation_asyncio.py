@@ -298,6 +298,63 @@ async def test_rule_5_4_every_task_of_the_loop_cancelled() -> None:
     assert log == ["cleaned up", "cleaned up"]
 
 
+async def test_rule_5_6_closing_that_is_cancelled_by_asyncio_itself() -> None:
+    """That no scope can hold off: the report says what was not closed, and the callback may be used elsewhere."""
+    log: list[str] = []
+    closing = asyncio.Event()
+
+    class Slow(Callback[Any]):
+        async def run(self, state: Any, logger: Any) -> None:
+            log.append("run")
+
+        async def close(self, state: Any, logger: Any) -> None:
+            closing.set()
+            await asyncio.Event().wait()
+
+    slow = Slow()
+    engine = Engine(events=Job, callbacks=[slow])
+    await engine.run_event(Job.RUN)
+    task = asyncio.create_task(engine.close(60))
+    await closing.wait()
+    task.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    report = await engine.close()
+    await Engine(events=Job, callbacks=[slow]).run_event(Job.RUN)
+
+    assert (report.closed, report.timed_out) == ([], ["slow"])
+    assert log == ["run", "run"]
+
+
+async def test_rule_5_6_a_closer_cancelled_by_asyncio_leaves_the_closing_to_the_last_event() -> None:
+    """It waited for an event under way; when that is done, the engine is closed all the same."""
+    log: list[str] = []
+    inside, go = asyncio.Event(), asyncio.Event()
+
+    class Watch(Callback[Any]):
+        async def run(self, state: Any, logger: Any) -> None:
+            inside.set()
+            await go.wait()
+
+        async def close(self, state: Any, logger: Any) -> None:
+            log.append("close")
+
+    engine = Engine(events=Job, callbacks=[Watch()])
+    event = asyncio.create_task(engine.run_event(Job.RUN))
+    await inside.wait()
+    closer = asyncio.create_task(engine.close())
+    await asyncio.sleep(0)
+    closer.cancel()
+    await asyncio.wait([closer])
+    before = list(log)
+    go.set()
+    await event
+
+    assert closer.cancelled()
+    assert (before, log) == ([], ["close"])
+
+
 async def test_rule_4_9_a_cross_publish_in_a_task_of_asyncio_is_no_deadlock() -> None:
     """A plain asyncio task belongs to no task group, so that it holds nobody up as far as can be told."""
     bus = EventBus()

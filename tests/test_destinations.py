@@ -83,6 +83,60 @@ async def test_rule_5_7_logging_is_a_plain_call_that_returns_at_once() -> None:
     assert log == [("callback", None), 1, 2, 3, "hook"]
 
 
+async def test_rule_5_7_a_plain_hook_comes_after_the_records_too() -> None:
+    """Whatever kind of function it is."""
+    log: list[Any] = []
+
+    class Hooked(Remote):
+        def run(self, state: Any, logger: Any) -> None:
+            self.log.append("hook")
+
+    engine = Engine(events=Job, algorithms=[Says(1, 2)], callbacks=[Hooked(log)])
+
+    await engine.run_event(Job.RUN)
+
+    assert log == [1, 2, "hook"]
+
+
+async def test_rule_5_7_a_plain_method_that_returns_an_awaitable() -> None:
+    """What it returns is awaited at the destination stage."""
+    log: list[Any] = []
+
+    class Sly(LoggerDestination):
+        def log_metrics(self, metrics: Any, step: int | None = None) -> Any:
+            log.append("called")
+            return deliver(metrics["n"])
+
+    async def deliver(n: int) -> None:
+        await anyio.lowlevel.checkpoint()
+        log.append(n)
+
+    engine = Engine(events=Job, algorithms=[Says(1, 2)], callbacks=[Sly()])
+
+    await engine.run_event(Job.RUN)
+
+    assert log == ["called", "called", 1, 2]
+
+
+async def test_rule_5_2_a_destination_in_quarantine_gets_no_more_records() -> None:
+    """They are counted as undelivered, and do not pile up."""
+    log: list[Any] = []
+    remote = Remote(log, **{"1": OSError("net")})
+    remote.on_error, remote.quarantine_after = "quarantine", 1
+    says = Says(1)
+    engine = Engine(events=Job, algorithms=[says], callbacks=[remote])
+
+    await engine.run_event(Job.RUN)
+    says.numbers = (2, 3)
+    await engine.run_event(Job.RUN)
+    waiting = len(engine.logger.pending(remote))
+    await engine.run_event(Job.SUB)
+    report = await engine.close()
+
+    assert (log, waiting) == ([], 0)
+    assert report.undelivered == {"remote": 3}
+
+
 async def test_rule_5_7_a_record_is_what_was_logged() -> None:
     """What the caller does to its dict afterwards does not show."""
     log: list[Any] = []

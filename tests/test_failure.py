@@ -479,6 +479,24 @@ async def test_rule_5_4_an_interrupt_of_several_callbacks() -> None:
         await engine.run_event(Job.RUN)
 
 
+async def test_rule_5_4_an_interrupt_in_a_task_group_of_the_callback() -> None:
+    """It comes out of all the groups around it, past what failed beside it."""
+
+    async def fail(error: BaseException) -> None:
+        raise error
+
+    class Groups(Callback[Any]):
+        async def run(self, state: Any, logger: Any) -> None:
+            async with anyio.create_task_group() as group:
+                group.start_soon(fail, ValueError())
+                group.start_soon(fail, Stop())
+
+    engine = Engine(events=Job, callbacks=[Groups()])
+
+    with pytest.raises(Stop):
+        await engine.run_event(Job.RUN)
+
+
 async def test_rule_5_4_an_interrupt_of_an_algorithm() -> None:
     """It propagates as itself, with a note; its trace is there for the logger."""
     seen: list[Any] = []

@@ -18,7 +18,7 @@ from eventbus_engine.passes import apply_constraints
 
 CLASSES = ("Alpha", "Beta", "Gamma", "Delta", "SelectiveBackprop", "FusedLayerNorm", "LowPrecisionLayerNorm")
 SNAKE = ("alpha", "beta", "gamma", "delta", "selective_backprop", "fused_layer_norm", "low_precision_layer_norm")
-NAMES = dict(zip(CLASSES, SNAKE, strict=True))
+NAMES: dict[str, str] = dict(zip(CLASSES, SNAKE, strict=True))
 
 
 class Ingest(EventName):
@@ -103,6 +103,7 @@ class Model:
 
 
 def means(reference: Any, part: Part) -> bool:
+    """Whether a reference is the class of a part, its class name or its name."""
     name = type(part).__name__
     return reference is type(part) or reference in {name, NAMES[name]}
 
@@ -133,31 +134,38 @@ def earliest_first(parts: list[Part], *, way_out: bool) -> list[Part] | None:
 
 
 def untouched(parts: Sequence[Any], event: EventName) -> Sequence[Any]:
+    """Return the very sequence it got."""
     return parts
 
 
 def copied(parts: Sequence[Any], event: EventName) -> Sequence[Any]:
+    """Return an equal sequence."""
     return tuple(parts)
 
 
 def turned(parts: Any, event: EventName) -> Sequence[Any]:
+    """Reverse in place."""
     parts.reverse()
     return parts
 
 
 def rotated(parts: Sequence[Any], event: EventName) -> Sequence[Any]:
+    """Move the first one to the end."""
     return [*parts[1:], *parts[:1]]
 
 
 def dropping_betas(parts: Sequence[Any], event: EventName) -> Sequence[Any]:
+    """Drop by kind."""
     return [part for part in parts if type(part).__name__ != "Beta"]
 
 
 def dropping_the_last(parts: Sequence[Any], event: EventName) -> Sequence[Any]:
+    """Drop by position."""
     return parts[:-1]
 
 
 def adding(extra: Part) -> Callable[..., Sequence[Any]]:
+    """A pass that puts one more part in front."""
     def adding_one(parts: Sequence[Any], event: EventName) -> Sequence[Any]:
         return parts if extra in parts else [extra, *parts]
 
@@ -187,6 +195,7 @@ MODEL_OF_THE_DEFAULTS = ["filo", "pins", "backprop", "norms", "constraints", unt
 
 
 def has_cycle(registered: list[Part]) -> bool:
+    """Whether no order satisfies the constraints, on the way in or out."""
     return any(earliest_first(registered, way_out=way_out) is None for way_out in (False, True))
 
 
@@ -231,7 +240,8 @@ def test_rule_4_the_order_is_the_models(
     assert list(traces.values())[: len(ran)] == ran
     assert list(traces) == [f"{trace.name}/{event.name}" for trace in traces.values()]
     counted = unique([type(part).__name__ for part in registered])
-    skipped = {name: model.reasons[id(p)] for name, p in zip(counted, registered, strict=True) if id(p) in model.reasons}
+    named = zip(counted, registered, strict=True)
+    skipped = {name: model.reasons[id(part)] for name, part in named if id(part) in model.reasons}
     assert [(trace.name, trace.reason) for trace in traces.values() if not trace.run] == list(skipped.items())
     assert plan.order == tuple(trace.name for trace in ran)
     assert {name: why for name, why in plan.skipped.items() if name in skipped} == skipped

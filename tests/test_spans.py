@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -12,15 +13,20 @@ import anyio
 import anyio.lowlevel
 import pytest
 from opentelemetry import trace as otel
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, Decision, ParentBased, SamplingResult, StaticSampler
 from opentelemetry.trace import SpanContext, StatusCode
 
 from eventbus_engine import Algorithm, Callback, CallbackErrors, Engine, Envelope, Event, EventName, LoggerDestination
-from eventbus_engine.telemetry import PrivateIdGenerator
-from eventbus_engine.telemetry.spans import code_name
+from eventbus_engine.telemetry import PrivateIdGenerator, configure
+from eventbus_engine.telemetry.exporters import OtlpExporter
+from eventbus_engine.telemetry.provider import RecordingProvider
+from eventbus_engine.telemetry.recorder import Recorder
+from eventbus_engine.telemetry.spans import ApiTracer, code_name
+from eventbus_engine.telemetry.wire import Records
 
 pytestmark = pytest.mark.anyio
 
@@ -81,17 +87,56 @@ def context_of(span: ReadableSpan) -> SpanContext:
     return context
 
 
-class Spans:
-    """The spans that a provider has exported."""
+class Keep(OtlpExporter):
+    """An exporter that keeps what it gets."""
 
     def __init__(self) -> None:
-        self.exporter = InMemorySpanExporter()
-        self.provider = TracerProvider(id_generator=PrivateIdGenerator())
-        self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        super().__init__("memory")
+        self.kept: list[ReadableSpan] = []
+
+    def _deliver(self, spans: Sequence[ReadableSpan], records: Records | None) -> int:
+        self.kept += [*spans, *(records.to_spans() if records is not None else [])]
+        return 0
+
+    def _release(self) -> None:
+        """There is nothing to close."""
+
+    def get_finished_spans(self) -> tuple[ReadableSpan, ...]:
+        """As the SDK's own in-memory exporter calls it."""
+        return tuple(self.kept)
+
+    def clear(self) -> None:
+        """Forget them."""
+        self.kept.clear()
+
+
+class Spans:
+    """The spans that a provider has exported.
+
+    Args:
+        way: `live`, a user's own provider with live spans, or `recorded`, the provider of `telemetry.configure`.
+    """
+
+    def __init__(self, way: str = "live") -> None:
+        self.exporter: InMemorySpanExporter | Keep
+        self.provider: TracerProvider
+        if way == "live":
+            self.exporter = InMemorySpanExporter()
+            self.provider = TracerProvider(id_generator=PrivateIdGenerator())
+            self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        else:
+            self.exporter = Keep()
+            self.provider = RecordingProvider([self.exporter])
+
+    def clear(self) -> None:
+        """Forget those so far."""
+        assert self.provider.force_flush()
+        self.exporter.clear()
 
     @property
     def all(self) -> Sequence[ReadableSpan]:
         """In the order of their start."""
+        assert self.provider.force_flush()
         return sorted(self.exporter.get_finished_spans(), key=lambda span: span.start_time or 0)
 
     @property
@@ -116,10 +161,12 @@ class Spans:
         return dict(self.one(name).attributes or {})
 
 
-@pytest.fixture
-def spans() -> Spans:
+@pytest.fixture(params=["live", "recorded"])
+def spans(request: pytest.FixtureRequest) -> Iterator[Spans]:
     """A provider of its own, with a private id generator, and what it exports."""
-    return Spans()
+    made = Spans(request.param)
+    yield made
+    made.provider.shutdown()
 
 
 def interval(span: ReadableSpan) -> tuple[int, int]:
@@ -196,6 +243,18 @@ async def test_rule_7_2_attributes(spans: Spans) -> None:
     }
 
 
+async def test_rule_7_2_every_event_has_spans_of_its_own(spans: Spans) -> None:
+    """The second one's are like the first's, and none of them shares an id."""
+    engine = Engine(events=Tick, algorithms=[Step("a")], callbacks=[Watch("c")], tracer_provider=spans.provider)
+
+    for _ in range(2):
+        await engine.run_event(Tick.TICK)
+
+    assert spans.names == ["dispatch tick", "algorithm a", "callback c"] * 2
+    assert len({context_of(span).span_id for span in spans.all}) == 6
+    assert len({context_of(span).trace_id for span in spans.all}) == 2
+
+
 async def test_rule_7_2_no_exit_code_no_attribute(spans: Spans) -> None:
     """An algorithm that returns nothing has none, and an event without a mismatch skips nothing."""
     mock = Mock(match=Mock(return_value=True), apply=Mock(return_value=None))
@@ -250,7 +309,7 @@ async def test_rule_7_2_eight_callbacks_of_ten_milliseconds(spans: Spans) -> Non
 
     # A busy machine may get in the way of one event, but not of all of them.
     for _ in range(10):
-        spans.exporter.clear()
+        spans.clear()
         await engine.run_event(Tick.TICK)
         start, end = interval(spans.one("dispatch tick"))
         durations.append((end - start) / 1e9)
@@ -437,7 +496,7 @@ async def test_rule_7_5_a_failed_callback(spans: Spans) -> None:
         assert spans.attributes(name)["error.type"] == qualified
     assert spans.attributes("dispatch tick")["error.type"] == "eventbus_engine.errors.CallbackErrors"
 
-    spans.exporter.clear()
+    spans.clear()
     await other.run_event(Tick.TICK)
     assert spans.one("dispatch tick").status.status_code is StatusCode.UNSET
     assert spans.attributes("callback quiet")["eventbus.outcome"] == "failed"
@@ -531,16 +590,29 @@ async def test_rule_7_5_a_plain_interrupt(spans: Spans) -> None:
 # ----------------------------------------------------------------------------------------------------- free when off
 
 
+async def test_rule_7_1_tracing_is_switched_on_and_off_under_an_engine(tmp_path: Path) -> None:
+    """An engine follows `telemetry.configure`: its events inside the block are traced, those outside are not."""
+    engine = Engine(events=Tick, algorithms=[Step("a")])
+    path = tmp_path / "spans.jsonl"
+
+    await engine.run_event(Tick.TICK)
+    with configure(path=path):
+        await engine.run_event(Tick.TICK)
+    await engine.run_event(Tick.TICK)
+
+    assert path.read_text().count('"name":"dispatch tick"') == 1
+
+
 async def test_rule_6_6_no_provider_no_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a provider not a single span object is made."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a span was made")
 
-    monkeypatch.setattr("eventbus_engine.engine.Activity", refuse)
-    monkeypatch.setattr("eventbus_engine.fanout.Activity", refuse)
-    monkeypatch.setattr("eventbus_engine.sequence.Activity", refuse)
-    monkeypatch.setattr("eventbus_engine.pair.Activity", refuse)
+    for module, maker in (("engine", "event"), ("pair", "event"), ("fanout", "handler"), ("sequence", "handler")):
+        monkeypatch.setattr(f"eventbus_engine.{module}.{maker}_template", refuse)
+    monkeypatch.setattr(ApiTracer, "open", refuse)
+    monkeypatch.setattr(Recorder, "open", refuse)
     engine = Engine(events=Tick, algorithms=[Step("a")], callbacks=[Watch("c")])
 
     async with engine.pair(Tick.BEFORE_WRITE):
@@ -572,6 +644,136 @@ async def test_rule_6_6_an_unsampled_dispatch_has_no_children() -> None:
 
     assert traces["a/INIT"].run
     assert started == ["dispatch init"]
+
+
+async def test_rule_7_8_a_recorder_asks_the_sampler_once_a_root() -> None:
+    """What it refuses, and what is under that, is not recorded, whether by the engine or by the user."""
+    asked: list[str] = []
+
+    class Counting(StaticSampler):
+        def should_sample(self, *args: Any, **kwargs: Any) -> SamplingResult:
+            asked.append(kwargs["name"])
+            return super().should_sample(*args, **kwargs)
+
+    exporter = Keep()
+    refusing = RecordingProvider([exporter], sampler=ParentBased(Counting(Decision.DROP)))
+    inside: list[bool] = []
+
+    async def work() -> None:
+        with refusing.get_tracer("user").start_as_current_span("inside") as span:
+            inside.append(span.is_recording())
+
+    engine = Engine(events=Tick, algorithms=[Step("a", action=work)], tracer_provider=refusing)
+
+    async with engine.pair(Tick.BEFORE_WRITE):
+        await engine.run_event(Tick.TICK)
+    refusing.force_flush()
+    refusing.shutdown()
+
+    assert asked == ["write"]
+    assert inside == [False] * 3
+    assert exporter.kept == []
+    assert otel.get_current_span() is otel.INVALID_SPAN
+
+
+async def test_rule_7_7_a_processor_of_the_users_sees_spans_live() -> None:
+    """It gets `on_start` at the start and `on_end` at the end, in order, and what it sets arrives."""
+    exporter = Keep()
+    provider = RecordingProvider([exporter])
+    seen: list[str] = []
+
+    class Watching(SpanProcessor):
+        def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+            seen.append(f"+{span.name}")
+            span.set_attribute("seen", True)
+
+        def on_end(self, span: ReadableSpan) -> None:
+            seen.append(f"-{span.name}")
+
+    provider.add_span_processor(Watching())
+    await Engine(events=Tick, algorithms=[Step("a")], tracer_provider=provider).run_event(Tick.TICK)
+    provider.force_flush()
+    provider.shutdown()
+
+    assert seen == ["+dispatch tick", "+algorithm a", "-algorithm a", "-dispatch tick"]
+    assert [(span.attributes or {})["seen"] for span in exporter.kept] == [True, True]
+
+
+async def test_rule_7_2_what_is_set_on_the_current_span_goes_with_it(spans: Spans) -> None:
+    """Attributes, events, links, a name, a status; until it ends and no longer."""
+    outer = spans.provider.get_tracer("user").start_span("elsewhere")
+    outer.end()
+    current: list[otel.Span] = []
+
+    async def decorate() -> None:
+        span = otel.get_current_span()
+        current.append(span)
+        assert span.is_recording()
+        span.set_attribute("list", ["a", "b"])
+        span.set_attributes({"number": 3})
+        span.add_event("happened", {"at": "once"})
+        span.add_link(outer.get_span_context(), {"why": "so"})
+        span.update_name("algorithm renamed")
+        span.record_exception(ValueError("by the way"))
+        span.set_status(StatusCode.OK)
+        span.set_status(StatusCode.ERROR, "too late")
+
+    engine = Engine(events=Tick, algorithms=[Step("a", action=decorate)], tracer_provider=spans.provider)
+    await engine.run_event(Tick.TICK)
+    current[0].set_attribute("late", True)
+    current[0].add_event("late")
+    current[0].update_name("late")
+    current[0].set_status(StatusCode.ERROR)
+    current[0].end()
+
+    span = spans.one("algorithm renamed")
+    assert not current[0].is_recording()
+    assert spans.attributes("algorithm renamed") | {"list": ("a", "b"), "number": 3} == dict(span.attributes or {})
+    assert "late" not in spans.attributes("algorithm renamed")
+    assert [(event.name, event.timestamp > 0) for event in span.events] == [("happened", True), ("exception", True)]
+    assert [link.context.span_id for link in span.links] == [outer.get_span_context().span_id]
+    assert span.status.status_code is StatusCode.OK
+
+
+async def test_rule_7_2_a_task_that_a_handler_leaves_behind_keeps_its_ids(spans: Spans) -> None:
+    """The next handler's span is never what it finds."""
+    found: list[int] = []
+    go, done = anyio.Event(), anyio.Event()
+
+    async def straggler() -> None:
+        await go.wait()
+        found.append(otel.get_current_span().get_span_context().span_id)
+        done.set()
+
+    async with anyio.create_task_group() as group:
+
+        async def spawn() -> None:
+            group.start_soon(straggler)
+
+        async def release() -> None:
+            go.set()
+            await done.wait()
+
+        engine = Engine(
+            events=Tick,
+            algorithms=[Step("first", action=spawn), Step("second", action=release)],
+            tracer_provider=spans.provider,
+        )
+        await engine.run_event(Tick.TICK)
+
+    assert found == [context_of(spans.one("algorithm first")).span_id]
+
+
+async def test_rule_7_2_background_delivery_shows(spans: Spans) -> None:
+    """What ran after its event says so."""
+    watch = Watch("watch")
+    watch.delivery = "background"
+
+    async with Engine(events=Tick, callbacks=[watch], tracer_provider=spans.provider) as engine:
+        await engine.run_event(Tick.TICK)
+
+    assert spans.attributes("callback watch")["eventbus.delivery"] == "background"
+    assert spans.parent("callback watch") == "dispatch tick"
 
 
 def test_rule_7_4_code_name() -> None:

@@ -773,6 +773,26 @@ def test_an_engine_entered_on_another_threads_loop_refuses(backend: str, state: 
     anyio.run(main, backend=backend)
 
 
+@BACKENDS
+def test_a_program_may_go_on_asynchronously(backend: str, state: SimpleNamespace) -> None:
+    """What has its worker on the loop thread keeps it there; leaving the engine closes it all the same."""
+    remote = Remote()
+    engine = Engine(state, callbacks=[remote])
+
+    async def main() -> None:
+        async with engine:
+            for state.loss in (1, 2):
+                await engine.run_event("batch_end")
+
+    state.loss = 0
+    engine.sync.run_event("batch_end")
+    anyio.run(main, backend=backend)
+    report = engine.sync.close()
+
+    assert (report.ok, remote.log) == (True, ["open", 0, 1, 2, "close", "post_close"])
+    assert len(remote.loops) == 1
+
+
 def test_a_program_that_forgets_to_close_still_ends() -> None:
     """The loop thread is a daemon, and nothing is printed about it."""
     done = run_script(

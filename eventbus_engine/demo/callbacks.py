@@ -7,7 +7,7 @@ import httpx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from eventbus_engine.callback import Callback
+from eventbus_engine.callback import Callback, OnError
 from eventbus_engine.logger import Logger
 from eventbus_engine.training import State
 
@@ -24,7 +24,7 @@ class PostBatches(Callback[State]):
         request_timeout: seconds for a request.
     """
 
-    on_error = "log"
+    on_error: OnError = "log"
 
     def __init__(self, url: str, request_timeout: float = 5.0) -> None:
         self.url = url

@@ -24,14 +24,14 @@ class BatchServer:
     """
 
     def __init__(self) -> None:
-        self.posts = 0
-        self.refused = 0
+        self.posts: int = 0
+        self.refused: int = 0
         self.batches: set[int] = set()
         self._lock = threading.Lock()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
         # A client that keeps its connection open must not keep the process from ending.
         self._http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._http.server_address[1]}/batches"
+        self.url: str = f"http://127.0.0.1:{self._http.server_address[1]}/batches"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), name="batch server", daemon=True)
 
     def take(self, body: bytes) -> bool:

@@ -46,7 +46,7 @@ class JsonlLogger(LoggerDestination):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path: Path = Path(path)
         self._lock = threading.Lock()
         self._file = self._open_file()
 

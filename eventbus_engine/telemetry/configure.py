@@ -17,9 +17,8 @@ import math
 import os
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -33,7 +32,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider as SdkTracerProvider
     from opentelemetry.sdk.trace.sampling import Sampler
 
-    from eventbus_engine.telemetry.exporters import CountingBatchSpanProcessor, OtlpExporter
+    from eventbus_engine.telemetry.exporters import OtlpExporter
+    from eventbus_engine.telemetry.provider import RecordingProvider
 
 __all__ = ["configure", "current_provider", "generation", "warn_about_global_randomness"]
 
@@ -56,6 +56,8 @@ def configure(  # house: the body is short; its documentation is what users need
     timeout: float | None = None,
     compression: str | None = None,
     sampler: Sampler | None = None,
+    sample_every: int | None = None,
+    groups: Mapping[str, bool] | None = None,
     shutdown_timeout: float = 5.0,
 ) -> Generator[TracerProvider, None, None]:
     """Trace what runs inside the block, and send the spans to a collector, into a file, or both.
@@ -81,6 +83,9 @@ def configure(  # house: the body is short; its documentation is what users need
         timeout: see `OtlpHttpExporter`; seconds.
         compression: see `OtlpHttpExporter`.
         sampler: an SDK sampler; default `OTEL_TRACES_SAMPLER`, else every span.
+        sample_every: instead of a sampler: the first root of each name and every n-th after it, as `batch`.
+        groups: False for kinds of the engine's spans that are not wanted: `dispatch` (with all that is below it),
+            `algorithm`, `callback`, `pair`, `section`. What runs in such a one is a child of what is around it.
         shutdown_timeout: seconds that leaving the block may take, however dead the endpoint is. What could not be
             delivered by then is given up, counted and logged.
 
@@ -103,14 +108,16 @@ def configure(  # house: the body is short; its documentation is what users need
         )
         yield present
         return
+    if sample_every is not None:
+        sampler = _every_nth(sample_every, sampler)
     exporters = _make_exporters(endpoint, path, headers, timeout, compression)
-    provider, processors = _make_provider(exporters, service_name, resource_attributes, sampler)
+    provider = _make_provider(exporters, service_name, resource_attributes, sampler, groups)
     _GLOBAL.activate(provider)
     try:
         yield provider
     finally:
         _GLOBAL.activate(None)
-        _shut_down(provider, processors, shutdown_timeout)
+        provider.close(shutdown_timeout)
 
 
 def current_provider() -> TracerProvider | None:
@@ -290,71 +297,21 @@ def _make_provider(
     service_name: str | None,
     resource_attributes: Mapping[str, Any] | None,
     sampler: Sampler | None,
-) -> tuple[SdkTracerProvider, list[CountingBatchSpanProcessor]]:
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider as SdkTracerProvider
+    groups: Mapping[str, bool] | None,
+) -> RecordingProvider:
+    from eventbus_engine.telemetry.provider import RecordingProvider
 
-    from eventbus_engine.telemetry.exporters import CountingBatchSpanProcessor
-    from eventbus_engine.telemetry.ids import PrivateIdGenerator
-
-    attributes = dict(resource_attributes or {})
-    if service_name is not None:
-        attributes["service.name"] = service_name
-    provider = SdkTracerProvider(
-        sampler=sampler,
-        resource=Resource.create(attributes),
-        # Its handler at exit could wait for a dead endpoint; leaving the block shuts the provider down.
-        shutdown_on_exit=False,
-        id_generator=PrivateIdGenerator(),
-    )
     try:
-        processors = [CountingBatchSpanProcessor(exporter) for exporter in exporters]
-    except ValueError as exc:
+        return RecordingProvider(exporters, service_name, resource_attributes, sampler, groups)
+    except BaseException:
         for exporter in exporters:
             exporter.shutdown()
-        raise ConfigurationError(f"one of the OTEL_BSP_* variables does not fit: {exc}") from exc
-    for processor in processors:
-        provider.add_span_processor(processor)
-    return provider, processors
+        raise
 
 
-def _shut_down(provider: SdkTracerProvider, processors: Sequence[CountingBatchSpanProcessor], timeout: float) -> None:
-    """Deliver what is queued and shut everything down, within `timeout` seconds.
+def _every_nth(every: int, sampler: Sampler | None) -> Sampler:
+    from eventbus_engine.telemetry.sampling import EveryNth
 
-    The SDK's flush has no deadline and its shutdown waits 30 s for each processor, one after another. So ours run
-    side by side on threads that are left behind if need be, and an exporter that is still at it near the end is
-    interrupted. A processor that the user has added comes last, with the time that is left.
-    """
-    deadline = time.monotonic() + timeout
-    reserve = min(0.5, timeout / 5)
-    threads = _start(processor.shutdown for processor in processors)
-    if not _join(threads, deadline - 2 * reserve):
-        _start(processor.exporter.shutdown for processor in processors)
-        _join(threads, deadline - reserve)
-    _join(_start([provider.shutdown]), deadline)
-    for processor in processors:
-        exporter = processor.exporter
-        if lost := processor.ended - exporter.exported:
-            _logger.warning(
-                "%d of %d spans did not reach %s: %d failed, %d dropped when the time was over, %d never sent",
-                lost,
-                processor.ended,
-                exporter.destination,
-                exporter.failed,
-                exporter.dropped,
-                lost - exporter.failed - exporter.dropped,
-            )
-
-
-def _start(functions: Iterable[Callable[[], object]]) -> list[threading.Thread]:
-    threads = [threading.Thread(target=function, name="telemetry shutdown", daemon=True) for function in functions]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
-def _join(threads: Sequence[threading.Thread], deadline: float) -> bool:
-    """Wait for the threads until the deadline; whether all of them have ended."""
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return not any(thread.is_alive() for thread in threads)
+    if sampler is not None:
+        raise ConfigurationError("sampler= and sample_every= both decide what is kept; give one of them")
+    return EveryNth(every)

@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from eventbus_engine.errors import ConfigurationError, TelemetryError
 from eventbus_engine.telemetry.endpoint import Endpoint, resolve_compression, resolve_headers, resolve_timeout
 from eventbus_engine.telemetry.otlp import encode_spans
+from eventbus_engine.telemetry.wire import Records
 
-__all__ = ["CountingBatchSpanProcessor", "OtlpExporter", "OtlpHttpExporter", "OtlpJsonFileExporter"]
+__all__ = ["OtlpExporter", "OtlpHttpExporter", "OtlpJsonFileExporter"]
 
 _logger = logging.getLogger("eventbus_engine")
 
@@ -40,6 +41,7 @@ _RETRYABLE_STATUS = frozenset({429, 502, 503, 504})
 _FIRST_BACKOFF = 0.5
 _MAX_BACKOFF = 5.0
 _MAX_RESPONSE_BYTES = 64 * 1024
+_REQUEST = '{"resourceSpans":[', "]}"
 
 
 class _NotDeliveredError(Exception):
@@ -63,12 +65,15 @@ class OtlpExporter(SpanExporter):
         self._failing = False
         self._own_process()
 
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Deliver a batch. Never raises: what goes wrong is counted, and logged once per series of failures."""
+    def export(self, spans: Sequence[ReadableSpan], records: Records | None = None) -> SpanExportResult:
+        """Deliver a batch: spans of the SDK's, and records of the engine's.
+
+        Never raises: what goes wrong is counted, and logged once per series of failures.
+        """
         if os.getpid() != self._pid:
             self._own_process()
         with self._lock:
-            delivered = self._try_deliver(spans)
+            delivered = self._try_deliver(spans, records)
         if self._closed.is_set():
             self._release_if_idle()
         return SpanExportResult.SUCCESS if delivered else SpanExportResult.FAILURE
@@ -87,8 +92,8 @@ class OtlpExporter(SpanExporter):
         self._release_if_idle()
 
     @abstractmethod
-    def _deliver(self, spans: Sequence[ReadableSpan]) -> int:
-        """Deliver the spans and return how many of them were refused; raise if none arrived."""
+    def _deliver(self, spans: Sequence[ReadableSpan], records: Records | None) -> int:
+        """Deliver the batch and return how many of it were refused; raise if none arrived."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -104,22 +109,23 @@ class OtlpExporter(SpanExporter):
             finally:
                 self._lock.release()
 
-    def _try_deliver(self, spans: Sequence[ReadableSpan]) -> bool:
+    def _try_deliver(self, spans: Sequence[ReadableSpan], records: Records | None) -> bool:
+        count = len(spans) + (len(records) if records is not None else 0)
         if self._closed.is_set():
-            self.dropped += len(spans)
+            self.dropped += count
             return False
         try:
-            refused = self._deliver(spans)
+            refused = self._deliver(spans, records)
         # Whatever it is, it must not reach the SDK's worker or, from a simple processor, the program itself.
         except Exception as exc:
             if self._closed.is_set():
-                self.dropped += len(spans)
+                self.dropped += count
             else:
-                self.failed += len(spans)
-                self._complain(len(spans), exc)
+                self.failed += count
+                self._complain(count, exc)
             return False
         self.failed += refused
-        self.exported += len(spans) - refused
+        self.exported += count - refused
         self._recover()
         return True
 
@@ -141,27 +147,6 @@ class OtlpExporter(SpanExporter):
             _logger.warning("%s takes spans again; %d were lost so far", self.destination, self.failed)
 
 
-class CountingBatchSpanProcessor(BatchSpanProcessor):
-    """The SDK's batch processor, which reads the `OTEL_BSP_*` variables itself, plus a count of what it was given.
-
-    `ended` minus the exporter's `exported` is what was lost, the spans that a full queue pushed out included.
-    """
-
-    def __init__(self, exporter: OtlpExporter) -> None:
-        super().__init__(exporter)
-        self.exporter = exporter
-        self.ended = 0
-        self._counting = threading.Lock()
-
-    def on_end(self, span: ReadableSpan) -> None:
-        """Count a sampled span and queue it."""
-        context = span.get_span_context()
-        if context is not None and context.trace_flags.sampled:
-            with self._counting:
-                self.ended += 1
-        super().on_end(span)
-
-
 class OtlpJsonFileExporter(OtlpExporter):
     """Append spans to a file: one OTLP `ExportTraceServiceRequest` in JSON per batch, one batch per line.
 
@@ -179,6 +164,7 @@ class OtlpJsonFileExporter(OtlpExporter):
         super().__init__(os.fspath(path))
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._within_a_line = _ends_within_a_line(path)
             # Unbuffered: a buffer would be copied by a fork, and its content written twice.
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - it lives as long as the exporter
         except OSError as exc:
@@ -186,16 +172,34 @@ class OtlpJsonFileExporter(OtlpExporter):
                 f"cannot write spans to {os.fspath(path)!r}: {exc}; give a path in a directory you may write to"
             ) from exc
 
-    def _deliver(self, spans: Sequence[ReadableSpan]) -> int:
-        line = json.dumps(encode_spans(spans), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    def _deliver(self, spans: Sequence[ReadableSpan], records: Records | None) -> int:
+        resources: list[str] = []
+        if spans:
+            line = json.dumps(encode_spans(spans), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+            resources.append(line.removeprefix(_REQUEST[0]).removesuffix(_REQUEST[1]))
+        if records is not None:
+            resources.append(records.to_json())
+        line = ",".join(resources).join(_REQUEST)
         # A lone surrogate in an attribute has no UTF-8 form; better a question mark than a lost batch.
-        rest = memoryview(line.encode("utf-8", errors="replace") + b"\n")
+        start = b"\n" if self._within_a_line else b""
+        rest = memoryview(start + line.encode("utf-8", errors="replace") + b"\n")
         while rest:
-            rest = rest[self._file.write(rest) :]
+            # Until it is out to its end, this line is another that has none.
+            rest, self._within_a_line = rest[self._file.write(rest) :], True
+        self._within_a_line = False
         return 0
 
     def _release(self) -> None:
         self._file.close()
+
+
+def _ends_within_a_line(path: str | os.PathLike[str]) -> bool:
+    """Whether the last line of a file has no end: a process was killed in the middle of it."""
+    if not os.path.isfile(path) or not os.path.getsize(path):  # noqa: PTH113, PTH202 -- a device has no lines
+        return False
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 class OtlpHttpExporter(OtlpExporter):
@@ -256,8 +260,11 @@ class OtlpHttpExporter(OtlpExporter):
         # A forked child would share the parent's socket, and mix its bytes into the parent's requests.
         self._connection = self._endpoint.connection(self._tls)
 
-    def _deliver(self, spans: Sequence[ReadableSpan]) -> int:
-        body: bytes = self._encode(spans).SerializeToString()
+    def _deliver(self, spans: Sequence[ReadableSpan], records: Records | None) -> int:
+        body: bytes = self._encode(spans).SerializeToString() if spans else b""
+        if records is not None:
+            # One request after another is their union, as protobuf merges them.
+            body += records.to_protobuf()
         if self._gzip:
             body = gzip.compress(body)
         deadline = time.monotonic() + self._timeout

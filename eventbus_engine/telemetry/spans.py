@@ -1,8 +1,14 @@
-"""Spans of what the engine does, through the OpenTelemetry API."""
+"""Spans of what the engine does: the seam between the engine and whoever keeps them.
+
+The engine opens an `Activity` for what it executes and ends it with the outcome. Behind `TracerSource.get()` stands
+either an `ApiTracer`, which makes live spans through the OpenTelemetry API, or the recorder that `telemetry.configure`
+sets up, which notes them down and leaves the rest to another thread (docs/decisions/0008-record-then-convert.md).
+"""
 
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +22,150 @@ if TYPE_CHECKING:
     from eventbus_engine.event import EventName
     from eventbus_engine.trace import Outcome
 
-__all__ = ["Activity", "TracerSource", "code_name"]
+__all__ = [
+    "SCOPE",
+    "Activity",
+    "ApiTracer",
+    "EngineTracer",
+    "Template",
+    "TracerSource",
+    "code_name",
+    "describe_error",
+    "event_template",
+    "handler_template",
+    "type_name",
+]
 
 SCOPE = "eventbus_engine"
+
+
+class Template:
+    """What the spans of one kind of execution share, made once for all of them.
+
+    Args:
+        name: of low cardinality: `dispatch batch_end`, `algorithm mixup`.
+        kind: the value of `eventbus.kind`.
+        event: the value of `eventbus.event`, if it belongs to an event.
+        attributes: further ones.
+
+    Attributes:
+        attributes: all of them.
+        encoded: room for what an encoder makes of it, by the encoder's name.
+    """
+
+    __slots__ = ("attributes", "encoded", "kind", "name")
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        event: EventName | None = None,
+        attributes: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.name = name
+        self.kind = kind
+        self.attributes: dict[str, Any] = {"eventbus.kind": kind}
+        if event is not None:
+            self.attributes["eventbus.event"] = event.value
+        if attributes:
+            self.attributes.update(attributes)
+        self.encoded: dict[str, Any] = {}
+
+
+@functools.lru_cache(maxsize=1024)
+def event_template(kind: str, event: EventName) -> Template:
+    """The template of a dispatch, or of a pair by its first half."""
+    return Template(event.canonical_name if kind == "pair" else f"{kind} {event.value}", kind, event)
+
+
+def handler_template(
+    kind: str, name: str, event: EventName, call: Callable[..., Any], *, background: bool = False
+) -> Template:
+    """The template of an algorithm or a callback on an event."""
+    attributes = {"code.function.name": code_name(call)}
+    if background:
+        attributes["eventbus.delivery"] = "background"
+    return Template(f"{kind} {name}", kind, event, attributes)
+
+
+class Activity:
+    """A span that is current from its construction until `end`.
+
+    Constructing one opens it with the tracer, which decides about the class.
+
+    Args:
+        tracer: where to open it.
+        name: of low cardinality: `dispatch batch_end`, `algorithm mixup`.
+        kind: the value of `eventbus.kind`.
+        event: the value of `eventbus.event`, if it belongs to an event.
+        attributes: further ones.
+        links: to spans of other traces.
+        root: whether to start a trace of its own instead of continuing the caller's.
+    """
+
+    __slots__ = ()
+
+    def __new__(  # noqa: PYI034 -- the tracer decides about the class
+        cls,
+        tracer: EngineTracer,
+        name: str,
+        kind: str,
+        event: EventName | None = None,
+        attributes: Mapping[str, Any] | None = None,
+        links: Sequence[Link] = (),
+        root: bool = False,
+    ) -> Activity:
+        """Open it."""
+        return tracer.open(Template(name, kind, event, attributes), links=links, root=root)
+
+    def enter(self) -> None:
+        """Make it current here, as opening it does; a task that goes on with it calls it again."""
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """Make current again what was so before, without ending it."""
+        raise NotImplementedError
+
+    @property
+    def recording(self) -> bool:
+        """Whether anything will come of it; if not, its children are not worth opening."""
+        raise NotImplementedError
+
+    @property
+    def span_context(self) -> otel.SpanContext:
+        """What others link to."""
+        raise NotImplementedError
+
+    def set(self, key: str, value: Any) -> None:
+        """Set an attribute."""
+        raise NotImplementedError
+
+    def rename(self, name: str) -> None:
+        """Give it another name, of low cardinality as well."""
+        raise NotImplementedError
+
+    def end(self, outcome: Outcome, error: BaseException | None = None) -> None:
+        """End it: status UNSET on success, ERROR with `error.type` on failure, timeout and cancellation."""
+        raise NotImplementedError
+
+
+class EngineTracer(ABC):
+    """Opens activities."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def open(
+        self, template: Template, *, order: int | None = None, links: Sequence[Link] = (), root: bool = False
+    ) -> Activity:
+        """Open a span and make it current.
+
+        Args:
+            template: what it shares with others of its kind.
+            order: the value of `eventbus.order`, if it has one.
+            links: to spans of other traces.
+            root: whether to start a trace of its own instead of continuing the caller's.
+        """
 
 
 class TracerSource:
@@ -33,9 +180,9 @@ class TracerSource:
     def __init__(self, provider: TracerProvider | None) -> None:
         self._own = provider
         self._known: TracerProvider | None = None
-        self._tracer: Tracer | None = None
+        self._tracer: EngineTracer | None = None
 
-    def get(self) -> Tracer | None:
+    def get(self) -> EngineTracer | None:
         """The tracer to use now, None while no provider is configured."""
         provider = self._own if self._own is not None else current_provider()
         if provider is not self._known:
@@ -43,91 +190,97 @@ class TracerSource:
             self._tracer = None
             if provider is not None:
                 warn_about_global_randomness(provider)
-                self._tracer = provider.get_tracer(SCOPE)
+                recorder = getattr(provider, "recorder", None)
+                if not isinstance(recorder, EngineTracer):
+                    recorder = ApiTracer(provider.get_tracer(SCOPE))
+                self._tracer = recorder
         return self._tracer
 
 
-class Activity:
-    """A span that is current from its construction until `end`.
+class ApiTracer(EngineTracer):
+    """Opens live spans through the OpenTelemetry API, whoever implements it."""
 
-    Args:
-        tracer: where to open it.
-        name: of low cardinality: `dispatch batch_end`, `algorithm mixup`.
-        kind: the value of `eventbus.kind`.
-        event: the value of `eventbus.event`, if it belongs to an event.
-        attributes: further ones.
-        links: to spans of other traces.
-        root: whether to start a trace of its own instead of continuing the caller's.
-    """
+    __slots__ = ("_tracer",)
 
-    __slots__ = ("_outer", "_span")
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
 
-    def __init__(
-        self,
-        tracer: Tracer,
-        name: str,
-        kind: str,
-        event: EventName | None = None,
-        attributes: Mapping[str, Any] | None = None,
-        links: Sequence[Link] = (),
-        root: bool = False,
-    ) -> None:
-        known: dict[str, Any] = {"eventbus.kind": kind}
-        if event is not None:
-            known["eventbus.event"] = event.value
-        if attributes:
-            known.update(attributes)
-        self._span = tracer.start_span(
-            name,
+    def open(
+        self, template: Template, *, order: int | None = None, links: Sequence[Link] = (), root: bool = False
+    ) -> Activity:
+        """Open a span and make it current."""
+        attributes = template.attributes if order is None else {**template.attributes, "eventbus.order": order}
+        activity = object.__new__(_ApiActivity)
+        activity.span = self._tracer.start_span(
+            template.name,
             context=otel_context.Context() if root else None,
-            attributes=known,
+            attributes=attributes,
             links=links,
             record_exception=False,
             set_status_on_exception=False,
         )
-        self.enter()
+        activity.enter()
+        return activity
+
+
+class _ApiActivity(Activity):
+    """A live span."""
+
+    __slots__ = ("outer", "span")
+    span: otel.Span
+    outer: otel_context.Context
 
     def enter(self) -> None:
-        """Make it current here, as the constructor does; a task that goes on with it calls it again."""
-        self._outer = otel_context.get_current()
-        otel_context.attach(otel.set_span_in_context(self._span))
+        """Make it current here."""
+        self.outer = otel_context.get_current()
+        otel_context.attach(otel.set_span_in_context(self.span))
 
     def leave(self) -> None:
-        """Make current again what was so before, without ending it."""
+        """Make current again what was so before."""
         # Not `detach`: its token belongs to one Context object, and `engine.sync.pair` ends in another copy of it.
-        otel_context.attach(self._outer)
+        otel_context.attach(self.outer)
 
     @property
     def recording(self) -> bool:
-        """Whether anything will come of it; if not, its children are not worth opening."""
-        return self._span.is_recording()
+        """Whether anything will come of it."""
+        return self.span.is_recording()
 
     @property
     def span_context(self) -> otel.SpanContext:
         """What others link to."""
-        return self._span.get_span_context()
+        return self.span.get_span_context()
 
     def set(self, key: str, value: Any) -> None:
         """Set an attribute."""
-        self._span.set_attribute(key, value)
+        self.span.set_attribute(key, value)
 
     def rename(self, name: str) -> None:
-        """Give it another name, of low cardinality as well."""
-        self._span.update_name(name)
+        """Give it another name."""
+        self.span.update_name(name)
 
     def end(self, outcome: Outcome, error: BaseException | None = None) -> None:
-        """End it: status UNSET on success, ERROR with `error.type` on failure, timeout and cancellation."""
+        """End it."""
         self.leave()
-        span = self._span
+        span = self.span
         span.set_attribute("eventbus.outcome", outcome)
         if error is not None:
-            kind = type(error)
-            name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-            span.set_attribute("error.type", name)
+            span.set_attribute("error.type", type_name(error))
             if outcome != "cancelled":
                 span.record_exception(error)
-            span.set_status(Status(StatusCode.ERROR, f"{kind.__name__}: {error}" if str(error) else kind.__name__))
+            span.set_status(Status(StatusCode.ERROR, describe_error(error)))
         span.end()
+
+
+def type_name(error: BaseException) -> str:
+    """The `error.type` of an exception: its class, qualified unless it is built in."""
+    kind = type(error)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def describe_error(error: BaseException) -> str:
+    """The description of the status that an exception leads to."""
+    message = str(error)
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def code_name(function: Callable[..., Any]) -> str:

@@ -36,7 +36,7 @@ class Evaluator:
             raise ConfigurationError(f"an evaluator's label is {label!r}; give a name, for example 'eval'")
         self.label = label
         self.dataloader = dataloader
-        self.source = BatchSource(dataloader, f"the dataloader of evaluator {label!r}")
+        self.source: BatchSource = BatchSource(dataloader, f"the dataloader of evaluator {label!r}")
 
 
 def make_evaluators(eval_dataloader: Any) -> list[Evaluator]:

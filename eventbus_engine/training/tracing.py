@@ -5,6 +5,7 @@ One trace for a whole run would be exported when the run has ended, and be too l
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from opentelemetry import context as otel_context
 from opentelemetry import trace as otel
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from eventbus_engine.fanout import outcome_of
 from eventbus_engine.telemetry.spans import Activity, TracerSource
@@ -32,6 +34,7 @@ class Unit:
         """It turned out to be something else."""
         if self._span is not None:
             self._span.rename(name)
+            self._span.set("eventbus.kind", name)
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
@@ -68,10 +71,14 @@ class RunTracing:
         if tracer is None:
             yield
             return
+        outer = otel_context.get_current()
+        if not otel.get_current_span(outer).get_span_context().is_valid:
+            # Whoever launched this process may have handed down its span, as torchrun hands down its environment.
+            carrier = {name: os.environ.get(name.upper(), "") for name in ("traceparent", "tracestate")}
+            otel_context.attach(TraceContextTextMapPropagator().extract(carrier, outer))
         span = Activity(tracer, "run", "run", attributes=self._attributes())
         self._run = span.span_context
         span.end("ok")
-        outer = otel_context.get_current()
         otel_context.attach(otel.set_span_in_context(NonRecordingSpan(self._run)))
         try:
             yield

@@ -125,7 +125,7 @@ class Trainer:
         evaluators = make_evaluators(eval_dataloader)
         interval = check_duration("eval_interval", eval_interval, INTERVAL_UNITS)
         self._worker: Worker = ComputeWorker() if offload else InlineWorker()
-        self.state = State(
+        self.state: State = State(
             model,
             optimizers=check_optimizers(optimizers),
             schedulers=check_schedulers(schedulers),

@@ -21,8 +21,9 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, Decision
 
+from eventbus_engine import Algorithm, Engine, Event
 from eventbus_engine.errors import ConfigurationError, TelemetryError
 from eventbus_engine.telemetry.configure import (
     configure,
@@ -31,6 +32,7 @@ from eventbus_engine.telemetry.configure import (
     warn_about_global_randomness,
 )
 from eventbus_engine.telemetry.ids import PrivateIdGenerator
+from eventbus_engine.telemetry.sampling import EveryNth
 
 pytestmark = pytest.mark.usefixtures("untouched_randomness")
 
@@ -354,7 +356,7 @@ def test_a_processor_of_the_user_that_hangs_does_not_hold_the_block(caplog: pyte
 def test_spans_that_a_full_queue_pushed_out_are_reported(
     collector: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The SDK drops the oldest without a count of its own."""
+    """The oldest go, and all of them are counted."""
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "4")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
     blocked = threading.Event()
@@ -376,8 +378,9 @@ def test_spans_that_a_full_queue_pushed_out_are_reported(
     (warning,) = (r.getMessage() for r in caplog.records if "did not reach" in r.getMessage())
 
     assert 4 <= sent <= 8
-    assert warning.startswith(f"{20 - sent} of 20 spans did not reach {collector.url}/v1/traces: 0 failed, 0 dropped")
-    assert warning.endswith(f"{20 - sent} never sent")
+    assert warning == (
+        f"{20 - sent} of 20 spans did not reach {collector.url}/v1/traces: 0 failed, {20 - sent} dropped"
+    )
 
 
 def test_without_the_extra_an_argument_raises_and_a_variable_warns(
@@ -454,3 +457,77 @@ def test_a_stock_exporter_gets_a_warning_even_with_private_ids(
     warn_about_global_randomness(sdk_provider(id_generator=PrivateIdGenerator()))
 
     assert "use telemetry.OtlpHttpExporter" in caplog.text
+
+
+def names_under(path: Path, **options: Any) -> list[str]:
+    """The names of the spans of five pairs, each with an algorithm, under these options."""
+    with configure(path=path, **options):
+        engine = Engine(algorithms=[LabelSmoothing()])
+        for _ in range(5):
+            with engine.sync.pair("before_loss"):
+                pass
+        engine.sync.close()
+    return [span["name"] for span in read_spans(path)]
+
+
+class LabelSmoothing(Algorithm[Any, Any]):
+    """Runs before the loss."""
+
+    def match(self, event: Any, state: Any) -> bool:
+        """There."""
+        return event is Event.BEFORE_LOSS
+
+    def apply(self, event: Any, state: Any, logger: Any) -> int:
+        """Nothing."""
+        return 0
+
+
+def test_every_nth_root_is_kept_the_first_included(tmp_path: Path) -> None:
+    """One decision for a root and all that is below it."""
+    names = names_under(tmp_path / "spans.jsonl", sample_every=3)
+
+    assert names == ["algorithm label_smoothing", "dispatch before_loss", "dispatch after_loss", "loss"] * 2
+
+
+def test_a_sampler_that_counts_follows_a_parent_and_counts_names_apart() -> None:
+    """And does not remember names without end."""
+    sampler = EveryNth(2)
+
+    def kept(name: str) -> bool:
+        return sampler.should_sample(None, 1, name).decision is Decision.RECORD_AND_SAMPLE
+
+    assert [kept("a"), kept("b"), kept("a"), kept("b"), kept("a")] == [True, True, False, False, True]
+    assert sum(kept(f"name {number}") for number in range(3000)) == 998 + 1001
+    for flags in (0, 1):
+        parent = trace.SpanContext(1, 1, True, trace.TraceFlags(flags))
+        context = trace.set_span_in_context(trace.NonRecordingSpan(parent))
+        assert sampler.should_sample(context, 1, "a").decision.is_sampled() is bool(flags)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [
+        ("algorithm", ["dispatch before_loss", "dispatch after_loss", "loss"]),
+        ("pair", ["algorithm label_smoothing", "dispatch before_loss", "dispatch after_loss"]),
+        ("dispatch", ["loss"]),
+    ],
+)
+def test_groups_of_spans_can_be_switched_off(group: str, expected: list[str], tmp_path: Path) -> None:
+    """The others stay."""
+    assert names_under(tmp_path / "spans.jsonl", groups={group: False, "callback": True}) == expected * 5
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"groups": {"callbacks": False}}, "callbacks; there are algorithm"),
+        ({"sample_every": 0}, "sample_every=0"),
+        ({"sample_every": 2, "sampler": ALWAYS_OFF}, "give one of them"),
+    ],
+)
+def test_budgets_that_do_not_fit_are_refused_by_name(options: dict[str, Any], named: str, tmp_path: Path) -> None:
+    """Nothing is set up."""
+    with pytest.raises(ConfigurationError, match=named), configure(path=tmp_path / "spans.jsonl", **options):
+        pass
+
+    assert current_provider() is None

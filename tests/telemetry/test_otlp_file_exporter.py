@@ -43,6 +43,21 @@ def test_an_existing_file_is_continued(tmp_path: Path, make_spans: MakeSpans) ->
     assert len(path.read_text().splitlines()) == 2
 
 
+def test_a_line_that_a_killed_process_left_unfinished_costs_no_other(tmp_path: Path, make_spans: MakeSpans) -> None:
+    """What comes next starts on a line of its own."""
+    path = tmp_path / "spans.jsonl"
+    path.write_text('{"resourceSpans":[]}\n{"resourceSp')
+    exporter = OtlpJsonFileExporter(path)
+    batches = [make_spans(1), make_spans(1)]
+    for batch in batches:
+        exporter.export(batch)
+    exporter.shutdown()
+    lines = path.read_text().splitlines()
+
+    assert lines[1] == '{"resourceSp'
+    assert [json.loads(line) for line in lines[2:]] == [encode_spans(batch) for batch in batches]
+
+
 def test_shutting_down_twice_is_safe_and_later_spans_are_counted_as_dropped(
     tmp_path: Path, make_spans: MakeSpans
 ) -> None:

@@ -35,6 +35,7 @@ class Lines(LoggerDestination):
 
 
 def batch(step: int) -> list[tuple[str, int]]:
+    """What a batch logs, in order."""
     names = """
         BEFORE_DATALOADER AFTER_DATALOADER BATCH_START BEFORE_TRAIN_BATCH BEFORE_FORWARD AFTER_FORWARD BEFORE_LOSS
         AFTER_LOSS BEFORE_BACKWARD AFTER_BACKWARD AFTER_TRAIN_BATCH BATCH_END BATCH_CHECKPOINT
@@ -43,6 +44,7 @@ def batch(step: int) -> list[tuple[str, int]]:
 
 
 def epoch(first: int) -> list[tuple[str, int]]:
+    """What an epoch of three batches logs, in order, `first` being the step of its first."""
     names = """
         EVAL_BEFORE_ALL EVAL_START EVAL_BATCH_START EVAL_BEFORE_FORWARD EVAL_AFTER_FORWARD EVAL_BATCH_END EVAL_END
         EVAL_AFTER_ALL EPOCH_CHECKPOINT

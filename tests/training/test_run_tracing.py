@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from eventbus_engine.telemetry import PrivateIdGenerator
+from eventbus_engine.telemetry import PrivateIdGenerator, configure
+from eventbus_engine.telemetry.reports import RecordedTrace, Recording
 from eventbus_engine.training import Trainer
 
 pytestmark = pytest.mark.anyio
@@ -103,3 +105,54 @@ async def test_without_a_provider_the_run_has_no_spans_and_no_trouble(make_train
     await trainer.fit()
 
     assert trainer.state.timestamp.epoch == 1
+
+
+async def test_the_end_of_the_data_is_a_kind_of_its_own(make_trainer: MakeTrainer) -> None:
+    """Who counts batches by kind counts no batch that never was."""
+    provider, exporter = provider_and_exporter()
+    trainer = make_trainer(max_duration="1ep", tracer_provider=provider)
+
+    await trainer.fit()
+
+    kinds = [(span.attributes or {})["eventbus.kind"] for span in exporter.get_finished_spans() if span.parent is None]
+    assert kinds.count("batch") == len(list(trainer.state.train_dataloader))
+    assert kinds.count("end of data") == 1
+
+
+async def test_the_run_continues_what_launched_it(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `TRACEPARENT` in the environment; batches stay roots of their own."""
+    monkeypatch.setenv("TRACEPARENT", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
+    provider, exporter = provider_and_exporter()
+    trainer = make_trainer(max_duration="1ba", tracer_provider=provider)
+
+    await trainer.fit()
+
+    spans = exporter.get_finished_spans()
+    (run,) = [span for span in spans if span.name == "run"]
+    assert run.parent is not None
+    assert (run.parent.span_id, run.parent.is_remote) == (0xB7AD6B7169203331, True)
+    assert run.context is not None
+    assert run.context.trace_id == 0x0AF7651916CD43DD8448EB211C80319C
+    assert "batch" in roots(spans)
+
+
+async def test_a_recorded_run_has_the_same_traces(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    """Under `telemetry.configure`, the spans of a run are those of live ones: names, parents, links."""
+
+    def shape(traces: Iterable[RecordedTrace]) -> list[tuple[str, str | None, int]]:
+        found = []
+        for trace in traces:
+            names = {span.span_id: span.name for span in trace.spans}
+            found += [(span.name, names.get(span.parent_id or ""), len(span.links)) for span in trace.spans]
+        return sorted(found, key=str)
+
+    for way in ("recorded", "live"):
+        with configure(path=tmp_path / f"{way}.jsonl") as provider:
+            if way == "live":
+                assert isinstance(provider, TracerProvider)
+                provider.add_span_processor(SpanProcessor())
+            await make_trainer(max_duration="2ep").fit()
+
+    recorded, live = (shape(Recording(tmp_path / f"{way}.jsonl").traces()) for way in ("recorded", "live"))
+    assert recorded == live
+    assert ("loss", "batch", 0) in recorded or ("loss", "train_batch", 0) in recorded

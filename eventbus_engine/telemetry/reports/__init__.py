@@ -6,7 +6,7 @@ from eventbus_engine.telemetry.reports.chrome import write_chrome
 from eventbus_engine.telemetry.reports.jaeger import write_jaeger
 from eventbus_engine.telemetry.reports.model import RecordedSpan, RecordedTrace
 from eventbus_engine.telemetry.reports.otlp import write_otlp
-from eventbus_engine.telemetry.reports.reader import Recording, SpanFileError
+from eventbus_engine.telemetry.reports.reader import Recording
 from eventbus_engine.telemetry.reports.summary import format_summary, summarize
 from eventbus_engine.telemetry.reports.tree import format_trace
 
@@ -14,7 +14,6 @@ __all__ = [
     "RecordedSpan",
     "RecordedTrace",
     "Recording",
-    "SpanFileError",
     "format_summary",
     "format_trace",
     "summarize",

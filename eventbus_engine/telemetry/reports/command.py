@@ -10,11 +10,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from eventbus_engine.errors import ConfigurationError
+from eventbus_engine.errors import ConfigurationError, SpanFileError
 from eventbus_engine.telemetry.reports.chrome import write_chrome
 from eventbus_engine.telemetry.reports.jaeger import write_jaeger
 from eventbus_engine.telemetry.reports.otlp import write_otlp
-from eventbus_engine.telemetry.reports.reader import Recording, SpanFileError
+from eventbus_engine.telemetry.reports.reader import Recording
 from eventbus_engine.telemetry.reports.summary import format_summary, summarize
 from eventbus_engine.telemetry.reports.tree import format_trace
 

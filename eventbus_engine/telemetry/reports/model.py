@@ -139,8 +139,8 @@ class RecordedTrace:
     def __init__(self, trace_id: str, spans: Sequence[RecordedSpan]) -> None:
         self.trace_id = trace_id
         self.spans = spans
-        self.start_ns = min(span.start_ns for span in spans)
-        self.end_ns = max(span.end_ns for span in spans)
+        self.start_ns: int = min(span.start_ns for span in spans)
+        self.end_ns: int = max(span.end_ns for span in spans)
 
     def walk(self) -> Iterator[Node]:
         """Every span once, each parent before its children, siblings in the order in which they ran.

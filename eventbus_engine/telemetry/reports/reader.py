@@ -9,23 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from eventbus_engine.errors import ConfigurationError, TelemetryError
+from eventbus_engine.errors import ConfigurationError, SpanFileError
 from eventbus_engine.telemetry.reports.decode import Json, SpanDecoder, times_of, trace_id_of
 from eventbus_engine.telemetry.reports.model import RecordedSpan, RecordedTrace
 
-__all__ = ["Extent", "Recording", "SpanFileError"]
-
-
-class SpanFileError(TelemetryError, ValueError):
-    """A file holds something other than OTLP JSON lines. `path` and `line`, counted from 1, say where."""
-
-    def __init__(self, path: Path, line: int, problem: str) -> None:
-        super().__init__(
-            f"{path}, line {line}: {problem}; each line has to be one OTLP ExportTraceServiceRequest in JSON, as "
-            "OtlpJsonFileExporter writes them; delete this one to read the others"
-        )
-        self.path = path
-        self.line = line
+__all__ = ["Extent", "Recording"]
 
 
 @dataclass(slots=True)
@@ -56,8 +44,8 @@ class Recording:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.paths = _find(Path(path))
-        self.truncated = 0
+        self.paths: list[Path] = _find(Path(path))
+        self.truncated: int = 0
         try:
             self._sizes = [file.stat().st_size for file in self.paths]
         except OSError as exc:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from eventbus_engine.algorithm import Algorithm
+from eventbus_engine.algorithm import Algorithm, AlgorithmRef
 from eventbus_engine.errors import BatchError, ConfigurationError
 from eventbus_engine.event import Event
 from eventbus_engine.logger import Logger
@@ -94,9 +94,9 @@ class MixUp(Algorithm[State, Event]):
         ConfigurationError: `alpha` is out of range.
     """
 
-    name = "mixup"
-    around = ("LabelSmoothing",)
-    conflicts_with = ("CutMix",)
+    name: str | None = "mixup"
+    around: Sequence[AlgorithmRef] = ("LabelSmoothing",)
+    conflicts_with: Sequence[AlgorithmRef] = ("CutMix",)
 
     def __init__(
         self,
@@ -110,9 +110,9 @@ class MixUp(Algorithm[State, Event]):
         self.interpolate_loss = interpolate_loss
         self.input_key = input_key
         self.target_key = target_key
-        self.mixing = 0.0
+        self.mixing: float = 0.0
         """The partners' weight in the batch in progress."""
-        self.indices = torch.arange(0)
+        self.indices: torch.Tensor = torch.arange(0)
         """The partner of each of its samples, `(N,)`, on the CPU."""
         self._partners: Iterator[torch.Tensor] | None = None
         self._found: torch.Tensor | None = None

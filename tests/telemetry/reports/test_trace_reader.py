@@ -18,10 +18,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import Link, SpanKind, Status, StatusCode
 
-from eventbus_engine.errors import ConfigurationError, TelemetryError
+from eventbus_engine.errors import ConfigurationError, SpanFileError, TelemetryError
 from eventbus_engine.telemetry import PrivateIdGenerator
 from eventbus_engine.telemetry.otlp import encode_spans
-from eventbus_engine.telemetry.reports import RecordedSpan, Recording, SpanFileError
+from eventbus_engine.telemetry.reports import RecordedSpan, Recording
 
 Json = dict[str, Any]
 Main = Callable[[], Awaitable[None]]

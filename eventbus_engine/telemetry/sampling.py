@@ -1,0 +1,61 @@
+"""A budget for traces: `EveryNth`, a sampler that keeps the first of each kind of root and every n-th after it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
+from opentelemetry.trace import Link, SpanKind, TraceState, get_current_span
+from opentelemetry.util.types import Attributes
+
+from eventbus_engine.errors import ConfigurationError
+
+__all__ = ["EveryNth"]
+
+_MANY_NAMES = 1000
+
+
+class EveryNth(Sampler):
+    """Keeps the first root of each name, then every n-th; what has a parent goes with its parent.
+
+    Draws no random numbers, so that which steps are traced is the same in each run.
+
+    Args:
+        every: n, from 1.
+
+    Raises:
+        ConfigurationError: it is no positive whole number.
+    """
+
+    def __init__(self, every: int) -> None:
+        if not isinstance(every, int) or every < 1:
+            raise ConfigurationError(f"sample_every={every!r} must be a whole number, 1 or more; 1 keeps every trace")
+        self._every = every
+        self._counts: dict[str, itertools.count[int]] = {}
+
+    def should_sample(
+        self,
+        parent_context: Context | None,
+        trace_id: int,
+        name: str,
+        kind: SpanKind | None = None,
+        attributes: Attributes = None,
+        links: Sequence[Link] | None = None,
+        trace_state: TraceState | None = None,
+    ) -> SamplingResult:
+        """Decide about a span."""
+        parent = get_current_span(parent_context).get_span_context()
+        if parent.is_valid:
+            kept = bool(parent.trace_flags.sampled)
+        else:
+            # Names are to be of low cardinality. Those of who does not care share one count.
+            key = name if name in self._counts or len(self._counts) < _MANY_NAMES else ""
+            kept = next(self._counts.setdefault(key, itertools.count())) % self._every == 0
+        decision = Decision.RECORD_AND_SAMPLE if kept else Decision.DROP
+        return SamplingResult(decision, attributes if kept else None, parent.trace_state)
+
+    def get_description(self) -> str:
+        """As the SDK's samplers describe themselves."""
+        return f"EveryNth{{{self._every}}}"
