@@ -219,6 +219,6 @@ def _loop_is_running() -> bool:
     """Whether an event loop, of whichever library, is running on this thread."""
     try:
         current_token()
-    except anyio.NoEventLoopError:
+    except RuntimeError:  # which error of that kind depends on the version of anyio
         return False
     return True

@@ -146,7 +146,8 @@ def copied(parts: Sequence[Any], event: EventName) -> Sequence[Any]:
 def turned(parts: Any, event: EventName) -> Sequence[Any]:
     """Reverse in place."""
     parts.reverse()
-    return parts
+    same: Sequence[Any] = parts
+    return same
 
 
 def rotated(parts: Sequence[Any], event: EventName) -> Sequence[Any]:
@@ -166,6 +167,7 @@ def dropping_the_last(parts: Sequence[Any], event: EventName) -> Sequence[Any]:
 
 def adding(extra: Part) -> Callable[..., Sequence[Any]]:
     """A pass that puts one more part in front."""
+
     def adding_one(parts: Sequence[Any], event: EventName) -> Sequence[Any]:
         return parts if extra in parts else [extra, *parts]
 
