@@ -60,7 +60,9 @@ class OtlpExporter(SpanExporter):
 
     def __init__(self, destination: str) -> None:
         self.destination = destination
-        self.exported = self.failed = self.dropped = 0
+        self.exported: int = 0
+        self.failed: int = 0
+        self.dropped: int = 0
         self._closed = threading.Event()
         self._failing = False
         self._own_process()

@@ -79,7 +79,7 @@ class RecordingProvider(TracerProvider):
         # What the default comes to, without the SDK's detours.
         asked = None if self.sampler is DEFAULT_ON else self.sampler
         put = self._workers[0].put if len(self._workers) == 1 else self._put
-        self.recorder = Recorder(asked, put, off)
+        self.recorder: Recorder = Recorder(asked, put, off)
 
     def _put(self, record: RecordedSpan) -> None:
         for worker in self._workers:

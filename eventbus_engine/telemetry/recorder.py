@@ -65,12 +65,12 @@ class _Root:
     __slots__ = ("flags", "offset", "recorder", "state", "trace_id")
 
     def __init__(self, recorder: Recorder, trace_id: int, flags: TraceFlags, state: TraceState) -> None:
-        self.recorder = recorder
-        self.trace_id = trace_id
-        self.flags = flags
-        self.state = state
+        self.recorder: Recorder = recorder
+        self.trace_id: int = trace_id
+        self.flags: TraceFlags = flags
+        self.state: TraceState = state
         # A monotonic clock within, so that no bar has a negative length; the wall clock anew for every root.
-        self.offset = time.time_ns() - perf_counter_ns()
+        self.offset: int = time.time_ns() - perf_counter_ns()
 
 
 class RecordedSpan(otel.Span):
@@ -314,7 +314,7 @@ class Recorder(EngineTracer):
     ) -> None:
         self._off = off
         self._sampler = sampler
-        self.put = put
+        self.put: Callable[[RecordedSpan], None] = put
         self.live: EngineTracer | None = None
         self._seed()
         if hasattr(os, "register_at_fork"):

@@ -2,7 +2,7 @@
 
 The engine opens an `Activity` for what it executes and ends it with the outcome. Behind `TracerSource.get()` stands
 either an `ApiTracer`, which makes live spans through the OpenTelemetry API, or the recorder that `telemetry.configure`
-sets up, which notes them down and leaves the rest to another thread (docs/decisions/0008-record-then-convert.md).
+sets up, which notes them down and leaves the rest to another thread (docs/decisions/0007-record-then-convert.md).
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Template:
         event: EventName | None = None,
         attributes: Mapping[str, Any] | None = None,
     ) -> None:
-        self.name = name
-        self.kind = kind
+        self.name: str = name
+        self.kind: str = kind
         self.attributes: dict[str, Any] = {"eventbus.kind": kind}
         if event is not None:
             self.attributes["eventbus.event"] = event.value

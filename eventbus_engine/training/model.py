@@ -77,12 +77,20 @@ def forward(model: nn.Module, batch: Any, loss: LossFunction | None) -> Any:
     """The outputs of the model for a batch. Inputs that are a mapping are passed by name.
 
     Raises:
-        BatchError: the batch is no inputs and targets, and the model does not read batches itself.
+        BatchError: the batch is no inputs and targets, and the model does not read batches itself; or the model cannot
+            take it. The error of the model is its cause.
     """
-    if loss is None:
-        return model(batch)
-    inputs, _ = inputs_and_targets(batch)
-    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+    inputs = batch if loss is None else inputs_and_targets(batch)[0]
+    try:
+        return model(**inputs) if isinstance(inputs, Mapping) and loss is not None else model(inputs)
+    except Exception as error:
+        # What torch raises for shapes, types and indices that do not fit; a class of one's own means something else.
+        if type(error) not in (RuntimeError, TypeError, ValueError, IndexError):
+            raise
+        raise BatchError(
+            f"{type(model).__name__} failed on the batch, {describe(batch)}: {error}; make the loader yield what its "
+            f"forward() takes"
+        ) from error
 
 
 def compute_loss(model: nn.Module, outputs: Any, batch: Any, loss: LossFunction | None) -> Tensor:

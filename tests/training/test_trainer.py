@@ -737,3 +737,33 @@ anyio.run(trainer.fit, backend=sys.argv[1])
     assert finished.stdout.startswith("closed at batch 2"), finished.stderr
     assert "KeyboardInterrupt" in finished.stderr
     assert finished.returncode != 0
+
+
+@pytest.mark.anyio
+async def test_a_batch_of_a_shape_the_model_cannot_take_is_named(make_trainer: Callable[..., Trainer]) -> None:
+    """The message shows the batch and says what torch said; torch's own error is the cause."""
+    trainer = make_trainer(train_dataloader=[(torch.zeros(3, 5), torch.zeros(3, dtype=torch.long))])
+
+    with pytest.raises(
+        BatchError, match=r"failed on the batch, tuple\(Tensor\[3, 5\], .*make the loader yield"
+    ) as raised:
+        await trainer.fit()
+
+    assert type(raised.value.__cause__) is RuntimeError
+
+
+@pytest.mark.anyio
+async def test_an_error_of_the_models_own_leaves_as_itself(make_trainer: Callable[..., Trainer]) -> None:
+    """Only what torch raises for what does not fit is taken for a bad batch."""
+
+    class NoLicenceError(RuntimeError):
+        pass
+
+    class Picky(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            raise NoLicenceError
+
+    trainer = make_trainer(model=Picky(4, 3))
+
+    with pytest.raises(NoLicenceError):
+        await trainer.fit()
