@@ -737,3 +737,15 @@ async def test_rule_3_event_of_the_training_vocabulary() -> None:
     await bus.publish(Event.INIT)
 
     assert [envelope.event for envelope in seen] == [Event.INIT]
+
+
+async def test_rule_3_an_envelope_keeps_the_traceparent_it_was_first_read_under() -> None:
+    """Whoever sends it on later, from another span, still names the one it belongs to."""
+    tracer = TracerProvider(id_generator=PrivateIdGenerator(), shutdown_on_exit=False).get_tracer("test")
+    envelope = Envelope(Event.INIT)
+    with tracer.start_as_current_span("first"):
+        first = envelope.traceparent
+
+    with tracer.start_as_current_span("second"):
+        assert envelope.traceparent == first
+    assert first is not None
