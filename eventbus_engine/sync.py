@@ -123,12 +123,16 @@ class SyncEngine:
         async def rest() -> T:
             return await Rest(steps)
 
-        if _loop_is_running():
-            return self._loop_thread().run(rest(), context)
-        if self._runner is None:
-            # A factory, because without one the runner would install its loop as this thread's current one.
-            self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-        return self._runner.run(rest(), context=context)
+        try:
+            if _loop_is_running():
+                return self._loop_thread().run(rest(), context)
+            if self._runner is None:
+                # A factory, because without one the runner would install its loop as this thread's current one.
+                self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+            return self._runner.run(rest(), context=context)
+        finally:
+            # Interrupted before the loop had it, it would be left half-way.
+            context.run(steps.close)
 
     def _loop_thread(self) -> LoopThread:
         if self._thread is None:
@@ -179,15 +183,28 @@ class LoopThread:
     def run(self, coroutine: Coroutine[Any, Any, T], context: Context) -> T:
         """Run a task on the loop, in that very context, and wait for it. An interrupt cancels it first."""
         done = threading.Event()
-        task = self.call(lambda: self._loop.create_task(coroutine, context=context))
-        self.call(task.add_done_callback, lambda _: done.set())
+        tasks: list[asyncio.Task[T]] = []
+
+        def start() -> None:
+            tasks.append(self._loop.create_task(coroutine, context=context))
+            tasks[0].add_done_callback(lambda _: done.set())
+
+        def cancel() -> None:
+            # Called after `start`, if that has been called at all: an interrupt may come at any time.
+            if tasks:
+                tasks[0].cancel()
+            else:
+                coroutine.close()
+                done.set()
+
         try:
+            self._loop.call_soon_threadsafe(start)
             done.wait()
         except BaseException:
-            self._loop.call_soon_threadsafe(task.cancel)
+            self._loop.call_soon_threadsafe(cancel)
             done.wait()
             raise
-        return task.result()
+        return tasks[0].result()
 
     async def visit(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function on the thread, plain or async, and wait for it without holding up the caller's loop."""

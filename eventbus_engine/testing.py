@@ -352,4 +352,9 @@ def run_with_fake_clock(function: Callable[..., Awaitable[T]], *args: Any, backe
         *args: its positional arguments.
         backend: `"asyncio"` or `"trio"`.
     """
-    return anyio.run(function, *args, backend=backend, backend_options=backend_options(backend))
+    options = backend_options(backend)
+    if backend == "trio":
+        import trio
+
+        return trio.run(function, *args, **options)  # older versions of anyio forget the options of trio
+    return anyio.run(function, *args, backend=backend, backend_options=options)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import subprocess
 import sys
 import textwrap
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,7 @@ from eventbus_engine import (
     callback,
     current_envelope,
 )
+from eventbus_engine.sync import LoopThread
 from eventbus_engine.testing import FakeAlgorithm, FakeCallback, Recorder, assert_order
 
 request: ContextVar[str] = ContextVar("request", default="none")
@@ -820,7 +822,7 @@ def run_script(body: str, **options: Any) -> subprocess.CompletedProcess[str]:
         "from eventbus_engine import *\n"
         "from eventbus_engine.testing import *\n"
     ) + textwrap.dedent(body)
-    command = [sys.executable, "-W", "error", "-X", "dev", "-c", script]
+    command = [sys.executable, "-W", "error", "-c", script]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
 
 
@@ -916,6 +918,48 @@ def test_an_interrupt_leaves_nothing_behind(run: str, is_async: bool) -> None:
 
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "interrupted True\n0 0 7\nTrue ['in', 'out', 'closed'] 1\n"
+
+
+def test_an_interrupt_that_comes_before_the_loop_has_anything_leaves_nothing_either(
+    state: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The moment between the two cannot be hit on purpose with a signal, so here the loop itself raises."""
+
+    def interrupted(runner: Any, coroutine: Any, *, context: Any) -> None:
+        coroutine.close()
+        raise KeyboardInterrupt
+
+    engine = Engine(state, algorithms=[FakeAlgorithm(apply=look_around)])
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio.Runner, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.sync.run_event("init")
+
+    assert (len(engine.bus._lanes), len(engine._active), current_envelope()) == (0, 0, None)
+    engine.sync.run_event("init")
+    assert engine.sync.close().ok
+
+
+def test_an_interrupt_that_comes_before_the_loop_thread_has_anything_does_not_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is nothing to cancel, and nothing to wait for."""
+    thread = LoopThread()
+    real, calls = thread._loop.call_soon_threadsafe, list[Any]()
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(thread._loop, "call_soon_threadsafe", interrupted)
+    coroutine = asyncio.sleep(10)
+    with pytest.raises(KeyboardInterrupt):
+        thread.run(coroutine, copy_context())
+    thread.stop(5)
+
+    assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
 
 
 # --------------------------------------------------------------------------------------------------------- many threads
