@@ -29,7 +29,7 @@ lint: $(VENV)/dev.stamp  ## check style, types and the direction of imports
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
 format: $(VENV)/dev.stamp  ## put the code into its one style
