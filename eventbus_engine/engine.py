@@ -373,6 +373,8 @@ class Engine(Generic[StateT]):
                 await self._close_now(anyio.current_time() + self._close_timeout)
 
     async def __aenter__(self) -> Self:
+        if self.closed:
+            raise EngineClosedError("the engine is closed and cannot be entered again; make a new Engine")
         await self._delivery.__aenter__()
         return self
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
@@ -298,14 +298,10 @@ class _FanOut:
         baton.hand_on()
 
     async def call_async(self, handler: Handler, awaitable: Awaitable[Any] | None, baton: _Baton) -> None:
-        limit = nullcontext() if handler.timeout is None else anyio.move_on_after(handler.timeout)
-        with limit as scope:
+        what = f"callback {handler.name} did not finish {self.occasion.event.name}"
+        with nullcontext() if handler.timeout is None else time_limit(handler.timeout, what):
             steps = handler.call(*self.occasion.arguments[handler.takes]) if awaitable is None else awaitable
             await FirstStep(steps, baton.hand_on)
-        if scope is not None and scope.cancelled_caught:
-            raise HandlerTimeoutError(
-                f"callback {handler.name} did not finish {self.occasion.event.name} within {handler.timeout:g} s"
-            )
 
     def judge(self, handler: Handler, raised: BaseException) -> tuple[BaseException, BaseException | None]:
         """What a handler has failed with, and what goes on from there to all the others: a cancellation, say."""
@@ -349,6 +345,24 @@ def _fatal(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = (error.subgroup(lambda each: not isinstance(each, harmless)) or error).exceptions[0]
     return error
+
+
+@contextmanager
+def time_limit(seconds: float, what: str) -> Iterator[None]:
+    """Cancel what runs inside after so many seconds. Past them it has failed, whatever it makes of its cancellation.
+
+    Raises:
+        HandlerTimeoutError: with what it raised instead, if anything, as the cause.
+    """
+    with anyio.move_on_after(seconds) as scope:
+        try:
+            yield
+        except Exception as error:
+            if scope.cancel_called:
+                raise HandlerTimeoutError(f"{what} within {seconds:g} s") from error
+            raise
+    if scope.cancel_called:
+        raise HandlerTimeoutError(f"{what} within {seconds:g} s")
 
 
 class _Baton:

@@ -8,11 +8,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
-import anyio
-
-from eventbus_engine.errors import AsyncMatchError, HandlerTimeoutError
+from eventbus_engine.errors import AsyncMatchError
 from eventbus_engine.event import EventName
-from eventbus_engine.fanout import EVENT, HOOK, Occasion, add_note, outcome_of
+from eventbus_engine.fanout import EVENT, HOOK, Occasion, add_note, outcome_of, time_limit
 from eventbus_engine.logger import Logger
 from eventbus_engine.participants import AlgorithmEntry
 from eventbus_engine.plan import Order
@@ -121,12 +119,8 @@ async def _call(entry: AlgorithmEntry, occasion: Occasion, offload: Offload | No
         await occasion.enter_task()
         if entry.timeout is None:
             return await entry.apply(*arguments)
-        with anyio.move_on_after(entry.timeout):
+        with time_limit(entry.timeout, f"algorithm {entry.name} did not finish {occasion.event.name}"):
             return await entry.apply(*arguments)
-        # Only a cancelled scope is left without a result.
-        raise HandlerTimeoutError(
-            f"algorithm {entry.name} did not finish {occasion.event.name} within {entry.timeout:g} s"
-        )
     if offload is None:
         result = entry.apply(*arguments)
     else:

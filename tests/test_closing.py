@@ -606,3 +606,12 @@ async def test_rule_5_6_a_logger_that_is_not_ours() -> None:
     report = await engine.close()
 
     assert report.closed == ["a"]
+
+
+async def test_rule_5_6_a_closed_engine_cannot_be_entered_again() -> None:
+    """It would take no event; the place to say so is the first line that tries."""
+    engine = Engine()
+    await engine.close()
+
+    with pytest.raises(EngineClosedError, match="cannot be entered again; make a new Engine"):
+        await engine.__aenter__()

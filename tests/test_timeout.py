@@ -16,6 +16,7 @@ from eventbus_engine import (
     EventName,
     HandlerTimeoutError,
     LoggerDestination,
+    algorithm,
 )
 
 pytestmark = pytest.mark.anyio
@@ -163,8 +164,8 @@ async def test_rule_5_3_cancellation_from_outside_is_no_timeout() -> None:
     assert log == ["cleaned up", "cleaned up"]
 
 
-async def test_rule_5_3_a_handler_may_survive_its_limit() -> None:
-    """One that catches the cancellation and returns has finished; what it raises instead is what failed."""
+async def test_rule_5_3_past_its_limit_a_callback_has_timed_out_whatever_it_does() -> None:
+    """One that shields itself and finishes all the same was too late: the limit is a promise to everybody else."""
 
     class Stubborn(HangingCallback):
         async def run(self, state: Any, logger: Any) -> None:
@@ -175,9 +176,44 @@ async def test_rule_5_3_a_handler_may_survive_its_limit() -> None:
     log: list[str] = []
     engine = Engine(events=Job, callbacks=[Stubborn(log)])
 
-    await engine.run_event(Job.RUN)
+    with pytest.raises(CallbackErrors) as raised:
+        await engine.run_event(Job.RUN)
 
     assert log == ["done"]
+    assert [type(error) for error in raised.value.exceptions] == [HandlerTimeoutError]
+
+
+@pytest.mark.parametrize("raising", [False, True])
+async def test_rule_5_3_past_its_limit_an_algorithm_has_timed_out_whatever_it_does(raising: bool) -> None:
+    """One that swallows its cancellation, or raises something else while it cleans up, has not met its limit either."""
+
+    @algorithm(Job.RUN, timeout=0.01)
+    async def swallowing(event: EventName, state: Any, logger: Any) -> int:
+        try:
+            await anyio.sleep_forever()
+        except BaseException as error:
+            if raising:
+                raise ZeroDivisionError from error
+        return 1
+
+    engine = Engine(events=Job, algorithms=[swallowing])
+
+    with pytest.raises(HandlerTimeoutError, match="algorithm swallowing did not finish RUN within") as raised:
+        await engine.run_event(Job.RUN)
+
+    assert raised.value.traces["swallowing/RUN"].outcome == "timed_out"
+    assert (type(raised.value.__cause__) is ZeroDivisionError) is raising
+
+
+async def test_rule_5_3_a_failure_within_the_limit_is_itself() -> None:
+    """Not everything that goes wrong under a limit is a matter of time."""
+
+    @algorithm(Job.RUN, timeout=60)
+    async def failing(event: EventName, state: Any, logger: Any) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await Engine(events=Job, algorithms=[failing]).run_event(Job.RUN)
 
 
 def test_rule_5_3_on_a_plain_function_it_is_an_error_at_registration() -> None:
