@@ -53,12 +53,10 @@ async def run_algorithms(
             trace = traces[f"{entry.name}/{event.name}"] = Trace(entry.name, event, None, position, True, "ok")
             await _apply(entry, trace, occasion, offload)
     except BaseException as error:
-        _complete(traces, entries, unmatched, order, event)
         attach_traces(error, traces)
         raise
-    else:
-        _complete(traces, entries, unmatched, order, event)
     finally:
+        _complete(traces, entries, unmatched, order, event)
         if dispatch_span is not None and (skipped := [trace.name for trace in traces.values() if not trace.run]):
             dispatch_span.set("eventbus.skipped", skipped)
         if traces and isinstance(logger, Logger) and logger.takes("log_traces"):
