@@ -94,6 +94,7 @@ async def close_participants(
             report.timed_out += sorted({entry.name for entry in due} - report.not_closed)
         report.closed = [entry.name for entry in due if entry.name not in report.not_closed]
         _count_undelivered(report, [entry for entry in due if entry.destination], engine.logger)
+        engine.meters.settle()
         for entry in entries:
             entry.release(engine)
 

@@ -185,6 +185,11 @@ class Mailbox:
             log.error("background callback %s failed on %s", self.entry.name, event.name, exc_info=error)
 
     @property
+    def waiting(self) -> int:
+        """The events in it. May be read from any thread."""
+        return len(self._items)
+
+    @property
     def idle(self) -> bool:
         """Whether everything that was put in has been delivered."""
         return self._idle.is_set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Generic, Self
+from typing import TYPE_CHECKING, Any, Generic, Self
 
 import anyio
 from opentelemetry.trace import TracerProvider
@@ -29,8 +29,12 @@ from eventbus_engine.plan import Order, PassesArgument, Plan, arrange, collect_p
 from eventbus_engine.sequence import Offload, matches, run_algorithms
 from eventbus_engine.stages import merge_traces, run_callbacks
 from eventbus_engine.sync import SyncEngine
+from eventbus_engine.telemetry.meters import MeterSource
 from eventbus_engine.telemetry.spans import Activity, TracerSource, event_template
 from eventbus_engine.trace import Traces
+
+if TYPE_CHECKING:
+    from opentelemetry.metrics import MeterProvider
 
 __all__ = ["Engine"]
 
@@ -54,6 +58,7 @@ class Engine(Generic[StateT]):
         events: the vocabulary.
         bus: the bus to stand on; one of its own by default, made when first needed.
         tracer_provider: where its spans go; the global provider by default.
+        meter_provider: where its metrics go; the global provider by default.
 
     Raises:
         ConfigurationError: something cannot take part, is there twice, or contradicts something else.
@@ -70,6 +75,7 @@ class Engine(Generic[StateT]):
         events: type[EventName] = Event,
         bus: EventBus | None = None,
         tracer_provider: TracerProvider | None = None,
+        meter_provider: MeterProvider | None = None,
     ) -> None:
         if not (isinstance(events, type) and issubclass(events, EventName)):
             raise ConfigurationError(f"events={events!r} is no vocabulary; subclass EventName and pass the class")
@@ -82,6 +88,7 @@ class Engine(Generic[StateT]):
         self._theirs: set[str] = set()
         self._remembered: dict[tuple[EventName, tuple[int, ...]], Order] = {}
         self.tracers: TracerSource = TracerSource(tracer_provider)
+        self.meters: MeterSource = MeterSource(self, meter_provider)
         self._active: set[Dispatch] = set()
         self._opening: tuple[Dispatch, anyio.Event] | None = None
         self._close_timeout: float | None = None
@@ -219,11 +226,11 @@ class Engine(Generic[StateT]):
         assert dispatch is not None  # noqa: S101 -- the bus has set it
         self._admit(dispatch)
         state = self.state if envelope.state is None else envelope.state
-        tracer = self.tracers.get()
-        span = tracer.open(event_template("dispatch", event)) if tracer is not None else None
-        occasion = Occasion(
-            envelope, state, self.logger, dispatch, tracer if span is not None and span.recording else None
-        )
+        tracer, span = self.meters.around(self.tracers.get()), None
+        if tracer is not None:
+            span = tracer.open(event_template("dispatch", event))
+            tracer = span.below(tracer)
+        occasion = Occasion(envelope, state, self.logger, dispatch, tracer)
         self._active.add(dispatch)
         error: BaseException | None = None
         try:

@@ -143,6 +143,11 @@ class Lanes:
     def __len__(self) -> int:
         return len(self._lanes)
 
+    @property
+    def waiting(self) -> int:
+        """The dispatches whose turn is to come. May be read from any thread."""
+        return sum(len(lane.waiters) for lane in list(self._lanes.values()))
+
     async def enter(self, dispatch: Dispatch) -> None:
         """Take the lane, at once if the dispatch is nested in one that has it, or wait behind those that came before.
 

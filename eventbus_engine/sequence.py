@@ -57,8 +57,9 @@ async def run_algorithms(
         raise
     finally:
         _complete(traces, entries, unmatched, order, event)
-        if dispatch_span is not None and (skipped := [trace.name for trace in traces.values() if not trace.run]):
-            dispatch_span.set("eventbus.skipped", skipped)
+        span = dispatch_span if dispatch_span is not None and dispatch_span.recording else None
+        if span is not None and (skipped := [trace.name for trace in traces.values() if not trace.run]):
+            span.set("eventbus.skipped", skipped)
         if traces and isinstance(logger, Logger) and logger.takes("log_traces"):
             logger.log_traces(traces, step=step_of(event, state))
     return traces

@@ -44,6 +44,7 @@ class RecordingProvider(TracerProvider):
 
     Attributes:
         recorder: what engines open their spans with.
+        closed: whether `close` is through.
 
     Raises:
         ConfigurationError: one of the `OTEL_BSP_*` variables does not fit, or there is no such group.
@@ -80,6 +81,7 @@ class RecordingProvider(TracerProvider):
         asked = None if self.sampler is DEFAULT_ON else self.sampler
         put = self._workers[0].put if len(self._workers) == 1 else self._put
         self.recorder: Recorder = Recorder(asked, put, off)
+        self.closed: bool = False
 
     def _put(self, record: RecordedSpan) -> None:
         for worker in self._workers:
@@ -114,6 +116,7 @@ class RecordingProvider(TracerProvider):
         rest = threading.Thread(target=self.shutdown, name="telemetry shutdown", daemon=True)
         rest.start()
         rest.join(_left(deadline))
+        self.closed = True
         reports = self.reports
         for report in reports:
             _log(report)

@@ -131,6 +131,10 @@ class Activity:
         """Whether anything will come of it; if not, its children are not worth opening."""
         raise NotImplementedError
 
+    def below(self, tracer: EngineTracer) -> EngineTracer | None:
+        """What to open its children with, None if they are not worth opening; `tracer` has opened this one."""
+        return tracer if self.recording else None
+
     @property
     def span_context(self) -> otel.SpanContext:
         """What others link to."""
@@ -181,6 +185,11 @@ class TracerSource:
         self._own = provider
         self._known: TracerProvider | None = None
         self._tracer: EngineTracer | None = None
+
+    @property
+    def provider(self) -> TracerProvider | None:
+        """The provider that the last tracer is of."""
+        return self._known
 
     def get(self) -> EngineTracer | None:
         """The tracer to use now, None while no provider is configured."""
