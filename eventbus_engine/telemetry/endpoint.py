@@ -14,15 +14,25 @@ import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from eventbus_engine.errors import ConfigurationError
 
-__all__ = ["Endpoint", "endpoint_in_environment", "resolve_compression", "resolve_headers", "resolve_timeout"]
+__all__ = [
+    "Endpoint",
+    "Signal",
+    "endpoint_in_environment",
+    "export_wanted",
+    "resolve_compression",
+    "resolve_headers",
+    "resolve_timeout",
+]
 
 _logger = logging.getLogger("eventbus_engine")
 
-_TRACES_PATH = "v1/traces"
+Signal: TypeAlias = Literal["traces", "metrics"]
+
 _DEFAULT_TIMEOUT = 10.0
 _SUSPICIOUS_TIMEOUT = 1000.0
 
@@ -42,19 +52,21 @@ class Endpoint:
     tls: bool
 
     @classmethod
-    def resolve(cls, endpoint: str | None) -> Endpoint:
-        """The endpoint for traces: the argument, else the environment's, else the local collector's.
+    def resolve(cls, endpoint: str | None, signal: Signal = "traces") -> Endpoint:
+        """The endpoint for a signal: the argument, else the environment's, else the local collector's.
 
         Raises:
-            ConfigurationError: no URL with http or https and a host.
+            ConfigurationError: no URL with http or https and a host; or a path that is that of another signal alone.
         """
         if endpoint is not None:
             parsed = cls.parse(endpoint, "endpoint")
-            return parsed if urlsplit(endpoint).path.strip("/") else parsed.below()
-        if value := os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "").strip():
-            return cls.parse(value, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+            path = urlsplit(endpoint).path.strip("/")
+            return parsed.below(signal) if not path else parsed if signal == "traces" else parsed.beside(signal)
+        name = f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT"
+        if value := os.environ.get(name, "").strip():
+            return cls.parse(value, name)
         base = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "").strip() or "http://localhost:4318"
-        return cls.parse(base, "OTEL_EXPORTER_OTLP_ENDPOINT").below()
+        return cls.parse(base, "OTEL_EXPORTER_OTLP_ENDPOINT").below(signal)
 
     @classmethod
     def parse(cls, url: str, source: str) -> Endpoint:
@@ -75,13 +87,28 @@ class Endpoint:
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         return cls(url, host, port, target, parts.scheme == "https")
 
-    def below(self) -> Endpoint:
-        """The endpoint for traces below this base."""
+    def below(self, signal: Signal) -> Endpoint:
+        """The endpoint for a signal below this base."""
         parts = urlsplit(self.url)
-        path = f"{parts.path.rstrip('/')}/{_TRACES_PATH}"
+        path = f"{parts.path.rstrip('/')}/v1/{signal}"
         return self.parse(parts._replace(path=path).geturl(), "endpoint")
 
-    def tls_context(self) -> ssl.SSLContext | None:
+    def beside(self, signal: Signal) -> Endpoint:
+        """The endpoint for a signal beside this one, which is for traces.
+
+        Raises:
+            ConfigurationError: its path does not say where that is.
+        """
+        parts = urlsplit(self.url)
+        base, found, rest = parts.path.rpartition("/v1/traces")
+        if not found or rest.strip("/"):
+            raise ConfigurationError(
+                f"endpoint={self.url!r} is for traces alone, so there is no telling where {signal} go; give one "
+                f"without a path, or no endpoint and OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT"
+            )
+        return self.parse(parts._replace(path=base).geturl(), "endpoint").below(signal)
+
+    def tls_context(self, signal: Signal = "traces") -> ssl.SSLContext | None:
         """The TLS settings: the system's authorities, or the standard `..._CERTIFICATE` and `..._CLIENT_*` files.
 
         Raises:
@@ -89,12 +116,12 @@ class Endpoint:
         """
         if not self.tls:
             return None
-        authorities = _environment("CERTIFICATE")[1]
-        certificate = _environment("CLIENT_CERTIFICATE")[1]
+        authorities = _environment("CERTIFICATE", signal)[1]
+        certificate = _environment("CLIENT_CERTIFICATE", signal)[1]
         try:
             context = ssl.create_default_context(cafile=authorities or None)
             if certificate:
-                context.load_cert_chain(certificate, _environment("CLIENT_KEY")[1] or None)
+                context.load_cert_chain(certificate, _environment("CLIENT_KEY", signal)[1] or None)
         except OSError as exc:
             raise ConfigurationError(
                 f"cannot load the TLS files of OTEL_EXPORTER_OTLP_CERTIFICATE={authorities!r}, "
@@ -109,13 +136,17 @@ class Endpoint:
         return http.client.HTTPSConnection(self.host, self.port, context=tls_context)
 
 
-def endpoint_in_environment() -> bool:
+def endpoint_in_environment(signal: Signal = "traces") -> bool:
     """Whether the environment asks for an export: an endpoint is set, and `OTEL_TRACES_EXPORTER` is not `none`."""
-    wanted = os.environ.get("OTEL_TRACES_EXPORTER", "").strip().lower() != "none"
-    return wanted and bool(_environment("ENDPOINT")[1])
+    return export_wanted(signal) and bool(_environment("ENDPOINT", signal)[1])
 
 
-def resolve_timeout(timeout: float | None) -> float:
+def export_wanted(signal: Signal) -> bool:
+    """Whether the environment lets a signal be exported: `OTEL_METRICS_EXPORTER`, say, is not `none`."""
+    return os.environ.get(f"OTEL_{signal.upper()}_EXPORTER", "").strip().lower() != "none"
+
+
+def resolve_timeout(timeout: float | None, signal: Signal = "traces") -> float:
     """Seconds for a batch: the argument, else the environment's, else 10.
 
     Raises:
@@ -125,7 +156,7 @@ def resolve_timeout(timeout: float | None) -> float:
         if not 0 < timeout < math.inf:
             raise ConfigurationError(f"timeout={timeout!r} must be a positive, finite number of seconds")
         return timeout
-    name, value = _environment("TIMEOUT")
+    name, value = _environment("TIMEOUT", signal)
     if not value:
         return _DEFAULT_TIMEOUT
     try:
@@ -142,13 +173,13 @@ def resolve_timeout(timeout: float | None) -> float:
     return seconds
 
 
-def resolve_compression(compression: str | None) -> str:
+def resolve_compression(compression: str | None, signal: Signal = "traces") -> str:
     """`"gzip"` or `"none"`: the argument, else the environment's, else `"none"`.
 
     Raises:
         ConfigurationError: the argument is something else.
     """
-    name, value = ("compression", compression) if compression is not None else _environment("COMPRESSION")
+    name, value = ("compression", compression) if compression is not None else _environment("COMPRESSION", signal)
     chosen = value.strip().lower() or "none"
     if chosen in ("gzip", "none"):
         return chosen
@@ -158,7 +189,7 @@ def resolve_compression(compression: str | None) -> str:
     return "none"
 
 
-def resolve_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
+def resolve_headers(headers: Mapping[str, str] | None, signal: Signal = "traces") -> dict[str, str]:
     """The additional headers: the argument, else the environment's `key=value,key=value`, percent-decoded.
 
     Raises:
@@ -170,7 +201,7 @@ def resolve_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
                 # Not the value: it may be a secret.
                 raise ConfigurationError(f"header {key!r} cannot stand in an HTTP request; use one line of Latin-1")
         return dict(headers)
-    name, text = _environment("HEADERS")
+    name, text = _environment("HEADERS", signal)
     parsed: dict[str, str] = {}
     for number, item in enumerate(filter(None, map(str.strip, text.split(","))), 1):
         key, separator, value = (unquote(part).strip() for part in item.partition("="))
@@ -185,10 +216,10 @@ def _is_header(key: str, value: str) -> bool:
     return bool(_HEADER_NAME.fullmatch(key) and _HEADER_VALUE.fullmatch(value))
 
 
-def _environment(setting: str) -> tuple[str, str]:
+def _environment(setting: str, signal: Signal) -> tuple[str, str]:
     """The name and the stripped value of the variable that holds a setting; the value is empty if none does."""
     general = f"OTEL_EXPORTER_OTLP_{setting}"
-    for name in (f"OTEL_EXPORTER_OTLP_TRACES_{setting}", general):
+    for name in (f"OTEL_EXPORTER_OTLP_{signal.upper()}_{setting}", general):
         if value := os.environ.get(name, "").strip():
             return name, value
     return general, ""

@@ -6,46 +6,27 @@ of every span they were given.
 
 from __future__ import annotations
 
-import gzip
-import http.client
-import itertools
 import json
 import logging
 import os
-import random
-import socket
-import ssl
 import threading
-import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from email.utils import parsedate_to_datetime
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from eventbus_engine.errors import ConfigurationError, TelemetryError
-from eventbus_engine.telemetry.endpoint import Endpoint, resolve_compression, resolve_headers, resolve_timeout
+from eventbus_engine.errors import TelemetryError
 from eventbus_engine.telemetry.otlp import encode_spans
+from eventbus_engine.telemetry.sending import HttpSender, LineFile, NotDeliveredError
 from eventbus_engine.telemetry.wire import Records
 
 __all__ = ["OtlpExporter", "OtlpHttpExporter", "OtlpJsonFileExporter"]
 
 _logger = logging.getLogger("eventbus_engine")
 
-_RETRYABLE_STATUS = frozenset({429, 502, 503, 504})
-"""What the OTLP specification lets a client send again. Everything else would be refused again."""
-_FIRST_BACKOFF = 0.5
-_MAX_BACKOFF = 5.0
-_MAX_RESPONSE_BYTES = 64 * 1024
 _REQUEST = '{"resourceSpans":[', "]}"
-
-
-class _NotDeliveredError(Exception):
-    """A batch was not delivered; the message says why."""
 
 
 class OtlpExporter(SpanExporter):
@@ -140,7 +121,7 @@ class OtlpExporter(SpanExporter):
         # A dead destination fails once per batch, for the whole run: the first time is news, the others are not.
         level = logging.DEBUG if self._failing else logging.WARNING
         self._failing = True
-        reason = str(exc) if isinstance(exc, _NotDeliveredError) else f"{type(exc).__name__}: {exc}"
+        reason = str(exc) if isinstance(exc, NotDeliveredError) else f"{type(exc).__name__}: {exc}"
         _logger.log(level, "%d spans were not delivered to %s: %s", count, self.destination, reason)
 
     def _recover(self) -> None:
@@ -164,15 +145,7 @@ class OtlpJsonFileExporter(OtlpExporter):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(os.fspath(path))
-        try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._within_a_line = _ends_within_a_line(path)
-            # Unbuffered: a buffer would be copied by a fork, and its content written twice.
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - it lives as long as the exporter
-        except OSError as exc:
-            raise ConfigurationError(
-                f"cannot write spans to {os.fspath(path)!r}: {exc}; give a path in a directory you may write to"
-            ) from exc
+        self._lines = LineFile(path)
 
     def _deliver(self, spans: Sequence[ReadableSpan], records: Records | None) -> int:
         resources: list[str] = []
@@ -181,27 +154,11 @@ class OtlpJsonFileExporter(OtlpExporter):
             resources.append(line.removeprefix(_REQUEST[0]).removesuffix(_REQUEST[1]))
         if records is not None:
             resources.append(records.to_json())
-        line = ",".join(resources).join(_REQUEST)
-        # A lone surrogate in an attribute has no UTF-8 form; better a question mark than a lost batch.
-        start = b"\n" if self._within_a_line else b""
-        rest = memoryview(start + line.encode("utf-8", errors="replace") + b"\n")
-        while rest:
-            # Until it is out to its end, this line is another that has none.
-            rest, self._within_a_line = rest[self._file.write(rest) :], True
-        self._within_a_line = False
+        self._lines.append(",".join(resources).join(_REQUEST))
         return 0
 
     def _release(self) -> None:
-        self._file.close()
-
-
-def _ends_within_a_line(path: str | os.PathLike[str]) -> bool:
-    """Whether the last line of a file has no end: a process was killed in the middle of it."""
-    if not os.path.isfile(path) or not os.path.getsize(path):  # noqa: PTH113, PTH202 -- a device has no lines
-        return False
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
+        self._lines.close()
 
 
 class OtlpHttpExporter(OtlpExporter):
@@ -233,95 +190,26 @@ class OtlpHttpExporter(OtlpExporter):
         timeout: float | None = None,
         compression: str | None = None,
     ) -> None:
-        self._endpoint = Endpoint.resolve(endpoint)
-        self._timeout = resolve_timeout(timeout)
-        self._gzip = resolve_compression(compression) == "gzip"
-        self._headers = {
-            "Content-Type": "application/x-protobuf",
-            "User-Agent": "eventbus-engine (OTLP exporter, Python)",
-            **({"Content-Encoding": "gzip"} if self._gzip else {}),
-            **resolve_headers(headers),
-        }
+        self._sender = HttpSender("traces", endpoint, headers, timeout, compression)
         self._encode, self._read_response = _load_protobuf()
-        self._tls = self._endpoint.tls_context()
-        super().__init__(self._endpoint.url)
+        super().__init__(self._sender.url)
 
     def _interrupt(self) -> None:
-        connected = self._connection.sock
-        if connected is not None:
-            # Unlike close(), shutdown() wakes the thread that waits for an answer on this socket.
-            with suppress(OSError):
-                connected.shutdown(socket.SHUT_RDWR)
+        self._sender.interrupt()
 
     def _release(self) -> None:
-        self._connection.close()
+        self._sender.release()
 
     def _own_process(self) -> None:
         super()._own_process()
-        self._random = random.Random(int.from_bytes(os.urandom(32), "big"))
-        # A forked child would share the parent's socket, and mix its bytes into the parent's requests.
-        self._connection = self._endpoint.connection(self._tls)
+        self._sender.own_process()
 
     def _deliver(self, spans: Sequence[ReadableSpan], records: Records | None) -> int:
         body: bytes = self._encode(spans).SerializeToString() if spans else b""
         if records is not None:
             # One request after another is their union, as protobuf merges them.
             body += records.to_protobuf()
-        if self._gzip:
-            body = gzip.compress(body)
-        deadline = time.monotonic() + self._timeout
-        backoffs = self._backoffs()
-        while True:
-            try:
-                status, reason, retry_after, answer = self._post(body, deadline)
-            except ssl.SSLCertVerificationError:
-                raise
-            except (OSError, http.client.HTTPException) as exc:
-                problem, retry_after = f"{type(exc).__name__}: {exc}", None
-            else:
-                if 200 <= status < 300:
-                    return self._refused(answer)
-                problem = f"HTTP {status} {reason}"
-                if status not in _RETRYABLE_STATUS:
-                    raise _NotDeliveredError(problem)
-            wait = next(backoffs) if retry_after is None else retry_after
-            if time.monotonic() + wait >= deadline and not self._closed.is_set():
-                raise _NotDeliveredError(f"{problem}; another attempt would exceed the timeout of {self._timeout:g} s")
-            if self._closed.wait(wait):
-                raise _NotDeliveredError("shut down")
-
-    def _post(self, body: bytes, deadline: float) -> tuple[int, str, float | None, bytes]:
-        """One request: the status and its phrase, the seconds of `Retry-After`, and the answer's body."""
-        reused = self._connection.sock is not None
-        try:
-            return self._request(body, deadline)
-        except ConnectionError:
-            # Servers close idle connections whenever they like; only a fresh one that fails is news.
-            if not reused or self._closed.is_set():
-                raise
-            return self._request(body, deadline)
-
-    def _request(self, body: bytes, deadline: float) -> tuple[int, str, float | None, bytes]:
-        connection = self._connection
-        remaining = max(deadline - time.monotonic(), 0.001)
-        try:
-            if connection.sock is None:
-                connection.timeout = remaining
-                connection.connect()
-                if self._closed.is_set():
-                    raise _NotDeliveredError("shut down")
-            else:
-                connection.sock.settimeout(remaining)
-            connection.request("POST", self._endpoint.target, body, self._headers)
-            response = connection.getresponse()
-            answer = response.read(_MAX_RESPONSE_BYTES)
-            if not response.isclosed():
-                # More than anyone reads. What is left would stand in front of the next answer.
-                connection.close()
-        except BaseException:
-            connection.close()
-            raise
-        return response.status, response.reason, _retry_after(response.headers.get("Retry-After")), answer
+        return self._refused(self._sender.send(body))
 
     def _refused(self, answer: bytes) -> int:
         """How many spans a successful answer reports as rejected (OTLP's partial success, never to be retried)."""
@@ -333,22 +221,6 @@ class OtlpHttpExporter(OtlpExporter):
         if partial.rejected_spans or partial.error_message:
             _logger.warning("%s rejected %d spans: %s", self.destination, partial.rejected_spans, partial.error_message)
         return int(partial.rejected_spans)
-
-    def _backoffs(self) -> Iterator[float]:
-        for attempt in itertools.count():
-            yield min(_FIRST_BACKOFF * 2**attempt, _MAX_BACKOFF) * self._random.uniform(0.8, 1.2)
-
-
-def _retry_after(value: str | None) -> float | None:
-    """Seconds to wait, from either form of the header (RFC 9110 §10.2.3); None if there is none, or none to read."""
-    if value is None:
-        return None
-    if value.strip().isdecimal():
-        return float(value)
-    try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except (TypeError, ValueError, OverflowError):
-        return None
 
 
 def _load_protobuf() -> tuple[Callable[[Sequence[ReadableSpan]], Any], Callable[[bytes], Any]]:
