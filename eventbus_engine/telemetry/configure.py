@@ -17,6 +17,7 @@ import math
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -27,12 +28,14 @@ from opentelemetry import trace
 from opentelemetry.trace import NoOpTracer, NoOpTracerProvider, ProxyTracerProvider, Span, Tracer, TracerProvider
 
 from eventbus_engine.errors import ConfigurationError
+from eventbus_engine.telemetry.meters import CONFIGURED, global_meter_provider
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider as SdkTracerProvider
     from opentelemetry.sdk.trace.sampling import Sampler
 
     from eventbus_engine.telemetry.exporters import OtlpExporter
+    from eventbus_engine.telemetry.metric_export import MetricPipeline
     from eventbus_engine.telemetry.provider import RecordingProvider
 
 __all__ = ["configure", "current_provider", "generation", "warn_about_global_randomness"]
@@ -58,6 +61,7 @@ def configure(  # house: the body is short; its documentation is what users need
     sampler: Sampler | None = None,
     sample_every: int | None = None,
     groups: Mapping[str, bool] | None = None,
+    metrics: bool = False,
     shutdown_timeout: float = 5.0,
 ) -> Generator[TracerProvider, None, None]:
     """Trace what runs inside the block, and send the spans to a collector, into a file, or both.
@@ -86,6 +90,8 @@ def configure(  # house: the body is short; its documentation is what users need
         sample_every: instead of a sampler: the first root of each name and every n-th after it, as `batch`.
         groups: False for kinds of the engine's spans that are not wanted: `dispatch` (with all that is below it),
             `algorithm`, `callback`, `pair`, `section`. What runs in such a one is a child of what is around it.
+        metrics: whether to send metrics too: every `OTEL_METRIC_EXPORT_INTERVAL` milliseconds (60000) to the same
+            endpoint, unless `OTEL_METRICS_EXPORTER` is `none`, and into the same file. Jaeger does not take them.
         shutdown_timeout: seconds that leaving the block may take, however dead the endpoint is. What could not be
             delivered by then is given up, counted and logged.
 
@@ -112,12 +118,19 @@ def configure(  # house: the body is short; its documentation is what users need
         sampler = _every_nth(sample_every, sampler)
     exporters = _make_exporters(endpoint, path, headers, timeout, compression)
     provider = _make_provider(exporters, service_name, resource_attributes, sampler, groups)
+    pipeline = _make_pipeline(provider, endpoint, path, headers, timeout, compression) if metrics else None
     _GLOBAL.activate(provider)
+    CONFIGURED.metrics = pipeline.engines if pipeline is not None else None
     try:
         yield provider
     finally:
         _GLOBAL.activate(None)
-        provider.close(shutdown_timeout)
+        CONFIGURED.metrics = None
+        deadline = time.monotonic() + shutdown_timeout
+        # The metrics come last: they tell what became of the spans.
+        provider.close(shutdown_timeout if pipeline is None else shutdown_timeout * 0.75)
+        if pipeline is not None:
+            pipeline.close(deadline - time.monotonic())
 
 
 def current_provider() -> TracerProvider | None:
@@ -307,6 +320,36 @@ def _make_provider(
         for exporter in exporters:
             exporter.shutdown()
         raise
+
+
+def _make_pipeline(
+    provider: RecordingProvider,
+    endpoint: str | None,
+    path: str | os.PathLike[str] | None,
+    headers: Mapping[str, str] | None,
+    timeout: float | None,
+    compression: str | None,
+) -> MetricPipeline | None:
+    """What sends the metrics; None if there is a global provider for them, or no place to send them to."""
+    if (present := global_meter_provider()) is not None:
+        _logger.warning(
+            "metrics are configured already, by a %s; telemetry.configure() leaves it as it is and adds nothing",
+            type(present).__qualname__,
+        )
+        return None
+    from eventbus_engine.telemetry.metric_export import MetricPipeline, make_destinations, resolve_interval
+
+    try:
+        interval = resolve_interval()
+        destinations = make_destinations(endpoint, path, headers, timeout, compression)
+        pipeline = MetricPipeline(destinations, provider.resource, interval) if destinations else None
+    except BaseException:
+        provider.shutdown()
+        raise
+    if pipeline is not None:
+        pipeline.engines.exports.watch(provider)
+        provider.meter_provider = pipeline.provider
+    return pipeline
 
 
 def _every_nth(every: int, sampler: Sampler | None) -> Sampler:

@@ -26,7 +26,13 @@ if TYPE_CHECKING:
     from eventbus_engine.telemetry.provider import RecordingProvider
     from eventbus_engine.telemetry.spans import EngineTracer
 
-__all__ = ["EngineMetrics", "metrics_of"]
+__all__ = ["HISTOGRAMS", "EngineMetrics", "metrics_of"]
+
+HISTOGRAMS = {
+    kind: (f"eventbus.{kind}.duration", f"How long {article} {kind} took.")
+    for kind, article in zip(KINDS, ("a", "an", "a"), strict=True)
+}
+"""The name and the description of the histogram of a kind. The unit is the second."""
 
 _SPANS = {
     "recorded": "Spans that were to be exported.",
@@ -47,6 +53,7 @@ class EngineMetrics:
 
     Args:
         provider: where they go.
+        replay: whether the provider gets the durations; False if somebody takes them from `durations`.
 
     Attributes:
         durations: what the timers of the engines fill.
@@ -54,19 +61,14 @@ class EngineMetrics:
         exports: the providers of their spans, if these are such as `configure` sets up.
     """
 
-    def __init__(self, provider: MeterProvider) -> None:
+    def __init__(self, provider: MeterProvider, *, replay: bool = True) -> None:
         self.durations: Durations = Durations()
         self.queues: Queues = Queues()
         self.exports: Exports = Exports()
         meter = provider.get_meter(SCOPE)
         self._histograms = {
-            kind: meter.create_histogram(
-                f"eventbus.{kind}.duration",
-                "s",
-                f"How long {'an' if kind == 'algorithm' else 'a'} {kind} took.",
-                explicit_bucket_boundaries_advisory=BOUNDARIES,
-            )
-            for kind in KINDS
+            kind: meter.create_histogram(name, "s", description, explicit_bucket_boundaries_advisory=BOUNDARIES)
+            for kind, (name, description) in (HISTOGRAMS if replay else {}).items()
         }
         queues, name = self.queues, "eventbus.name"
         for counter, read, unit, description in (
@@ -97,7 +99,8 @@ class EngineMetrics:
         return Timer(self.durations) if tracer is None else SpanTimer(self.durations, tracer)
 
     def _observe_errors(self, _: CallbackOptions) -> Iterator[Observation]:
-        self._replay()
+        if self._histograms:
+            self._replay()
         for attributes, count in self.durations.errors():
             yield Observation(count, attributes, _APART)
 

@@ -20,6 +20,7 @@ from eventbus_engine.telemetry.spans import SCOPE, ApiTracer
 from eventbus_engine.telemetry.worker import ExportReport, ExportWorker, QueueSettings
 
 if TYPE_CHECKING:
+    from opentelemetry.metrics import MeterProvider
     from opentelemetry.sdk.trace.sampling import Sampler
 
 __all__ = ["RecordingProvider"]
@@ -45,6 +46,7 @@ class RecordingProvider(TracerProvider):
     Attributes:
         recorder: what engines open their spans with.
         closed: whether `close` is through.
+        meter_provider: for metrics of the program's own, if `configure` sends metrics.
 
     Raises:
         ConfigurationError: one of the `OTEL_BSP_*` variables does not fit, or there is no such group.
@@ -82,6 +84,7 @@ class RecordingProvider(TracerProvider):
         put = self._workers[0].put if len(self._workers) == 1 else self._put
         self.recorder: Recorder = Recorder(asked, put, off)
         self.closed: bool = False
+        self.meter_provider: MeterProvider | None = None
 
     def _put(self, record: RecordedSpan) -> None:
         for worker in self._workers:
