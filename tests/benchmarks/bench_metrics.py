@@ -1,8 +1,8 @@
 """What metrics cost: an event with 0, 1 and 10 algorithms, and the collection of what was measured.
 
 Three engines take turns, round by round: one whose seam for metrics is taken out, one that looks for a provider and
-finds none, and one that is measured. Collections are measured for a provider of the user's own, which gets the durations
-recorded one by one, and for that of `telemetry.configure`, whose exporter takes the histograms as they are.
+finds none, and one that is measured. Collections are measured for a provider of the user's own, which gets the
+durations recorded one by one, and for that of `telemetry.configure`, whose exporter takes the histograms as they are.
 """
 
 from __future__ import annotations
