@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from opentelemetry.sdk.metrics import AlwaysOffExemplarFilter, MeterProvider
+from opentelemetry.sdk.metrics import AlwaysOffExemplarFilter, MeterProvider, MetricsTimeoutError
 from opentelemetry.sdk.metrics.export import (
     AggregationTemporality,
     HistogramDataPoint,
@@ -222,6 +222,7 @@ class MetricPipeline:
         self._destinations = destinations
         self._failing: set[str] = set()
         self._pid = os.getpid()
+        self._lock = threading.Lock()
         self._ending = threading.Event()
         self._reader = _Reader(self._deliver)
         self.provider: MeterProvider = MeterProvider(
@@ -238,18 +239,25 @@ class MetricPipeline:
 
     def _run(self) -> None:
         while not self._ending.wait(self._interval):
+            self._collect()
+        self._collect()
+
+    def _collect(self) -> None:
+        try:
             self._reader.collect()
-        self._reader.collect()
+        except MetricsTimeoutError as exc:
+            # An instrument of the program's own took too long to answer; the next time it may not.
+            _logger.warning("metrics were not collected: %s", exc)
 
     def _deliver(self, data: MetricsData) -> None:
         if os.getpid() != self._pid:
             return
-        complete = replace(
-            data,
-            resource_metrics=[
-                replace(r, scope_metrics=[*map(self._add, r.scope_metrics)]) for r in data.resource_metrics
-            ],
-        )
+        # The program may flush while the thread is at it.
+        with self._lock:
+            resources = [replace(r, scope_metrics=[*map(self._add, r.scope_metrics)]) for r in data.resource_metrics]
+            self._send(replace(data, resource_metrics=resources))
+
+    def _send(self, complete: MetricsData) -> None:
         for destination in self._destinations:
             try:
                 destination.send(complete)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import random
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,14 @@ from typing import Any
 import pytest
 from google.protobuf import json_format  # type: ignore[import-untyped]
 from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics as stock_encode
-from opentelemetry.metrics import Observation
+from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
     ExportMetricsPartialSuccess,
     ExportMetricsServiceRequest,
     ExportMetricsServiceResponse,
 )
 from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics._internal import measurement_consumer as sdk_clock
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.resources import Resource
 
@@ -302,3 +305,54 @@ def test_without_the_extra_a_file_is_written_and_an_endpoint_refused(
 
     assert len(requests_in(tmp_path / "spans.jsonl")) == 1
     assert any("but sending metrics by OTLP/HTTP needs the extra" in r.message for r in caplog.records)
+
+
+def test_a_forked_child_sends_no_metrics(tmp_path: Path) -> None:
+    """Neither when asked to nor when it leaves the block: what it has counted goes on from what its parent had."""
+    program = """
+import os, sys
+from eventbus_engine import Engine, Event, telemetry
+engine = Engine()
+with telemetry.configure(path=sys.argv[1], metrics=True) as provider:
+    engine.sync.run_event(Event.BATCH_END)
+    child = os.fork()
+    if child == 0:
+        engine.sync.run_event(Event.BATCH_END)
+        provider.meter_provider.force_flush()
+        sys.exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+    path = tmp_path / "spans.jsonl"
+    subprocess.run([sys.executable, "-c", program, path], check=True, timeout=60)
+    (request,) = requests_in(path)
+
+    (point,) = metrics_in(request)["eventbus.dispatch.duration"].histogram.data_points
+    assert point.count == 1
+
+
+def test_an_instrument_that_takes_too_long_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The SDK gives up that collection, by the clock; the next one brings the numbers."""
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "5")
+    hours = 3600 * 10**9
+    asked = threading.Event()
+
+    def late(_: CallbackOptions) -> list[Observation]:
+        if not asked.is_set():
+            monkeypatch.setattr(sdk_clock, "time_ns", lambda: time.time_ns() + hours)
+            asked.set()
+        return []
+
+    path = tmp_path / "spans.jsonl"
+    with telemetry.configure(path=path, metrics=True) as provider:
+        meter = provider.meter_provider.get_meter("mine")  # type: ignore[attr-defined]
+        for name in ("late", "later"):
+            meter.create_observable_gauge(name, [late])
+        publish(2)
+        assert asked.wait(5)
+        while not any("metrics were not collected" in record.message for record in caplog.records):
+            time.sleep(0.001)
+
+    (point,) = metrics_in(requests_in(path)[-1])["eventbus.dispatch.duration"].histogram.data_points
+    assert point.count == 2
