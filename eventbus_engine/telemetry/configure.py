@@ -62,6 +62,8 @@ def configure(  # house: the body is short; its documentation is what users need
     sample_every: int | None = None,
     groups: Mapping[str, bool] | None = None,
     metrics: bool = False,
+    keep_failed: bool = False,
+    keep_slow: float | None = None,
     shutdown_timeout: float = 5.0,
 ) -> Generator[TracerProvider, None, None]:
     """Trace what runs inside the block, and send the spans to a collector, into a file, or both.
@@ -87,11 +89,15 @@ def configure(  # house: the body is short; its documentation is what users need
         timeout: see `OtlpHttpExporter`; seconds.
         compression: see `OtlpHttpExporter`.
         sampler: an SDK sampler; default `OTEL_TRACES_SAMPLER`, else every span.
-        sample_every: instead of a sampler: the first root of each name and every n-th after it, as `batch`.
+        sample_every: instead of a sampler: the first root of each name, as `batch`, every n-th after it, and the last
+            where that is known at its start.
         groups: False for kinds of the engine's spans that are not wanted: `dispatch` (with all that is below it),
             `algorithm`, `callback`, `pair`, `section`. What runs in such a one is a child of what is around it.
         metrics: whether to send metrics too: every `OTEL_METRIC_EXPORT_INTERVAL` milliseconds (60000) to the same
             endpoint, unless `OTEL_METRICS_EXPORTER` is `none`, and into the same file. Jaeger does not take them.
+        keep_failed: whether to keep the engine's own spans of a root that was not sampled if something in it failed,
+            was cancelled or timed out. They carry `eventbus.kept`.
+        keep_slow: likewise if it took longer than this; seconds.
         shutdown_timeout: seconds that leaving the block may take, however dead the endpoint is. What could not be
             delivered by then is given up, counted and logged.
 
@@ -117,7 +123,7 @@ def configure(  # house: the body is short; its documentation is what users need
     if sample_every is not None:
         sampler = _every_nth(sample_every, sampler)
     exporters = _make_exporters(endpoint, path, headers, timeout, compression)
-    provider = _make_provider(exporters, service_name, resource_attributes, sampler, groups)
+    provider = _make_provider(exporters, service_name, resource_attributes, sampler, groups, keep_failed, keep_slow)
     pipeline = _make_pipeline(provider, endpoint, path, headers, timeout, compression) if metrics else None
     _GLOBAL.activate(provider)
     CONFIGURED.metrics = pipeline.engines if pipeline is not None else None
@@ -311,11 +317,13 @@ def _make_provider(
     resource_attributes: Mapping[str, Any] | None,
     sampler: Sampler | None,
     groups: Mapping[str, bool] | None,
+    keep_failed: bool,
+    keep_slow: float | None,
 ) -> RecordingProvider:
     from eventbus_engine.telemetry.provider import RecordingProvider
 
     try:
-        return RecordingProvider(exporters, service_name, resource_attributes, sampler, groups)
+        return RecordingProvider(exporters, service_name, resource_attributes, sampler, groups, keep_failed, keep_slow)
     except BaseException:
         for exporter in exporters:
             exporter.shutdown()

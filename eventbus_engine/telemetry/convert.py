@@ -11,7 +11,7 @@ from opentelemetry.sdk.util import BoundedList
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, Status, StatusCode
 
-from eventbus_engine.telemetry.recorder import Failure, RecordedEvent, RecordedSpan
+from eventbus_engine.telemetry.records import Failure, RecordedEvent, RecordedSpan
 from eventbus_engine.telemetry.spans import SCOPE
 
 __all__ = ["ENGINE_SCOPE", "attributes_of", "to_span"]
@@ -54,6 +54,8 @@ def attributes_of(record: RecordedSpan) -> dict[str, Any]:
     if record.extra:
         attributes.update(record.extra)
     attributes["eventbus.outcome"] = record.outcome
+    if record.root.kept:
+        attributes["eventbus.kept"] = record.root.kept
     if record.failure is not None:
         attributes["error.type"] = record.failure.type
     return attributes

@@ -17,6 +17,7 @@ from eventbus_engine.telemetry.exporters import OtlpExporter
 from eventbus_engine.telemetry.ids import PrivateIdGenerator
 from eventbus_engine.telemetry.recorder import RecordedSpan, Recorder
 from eventbus_engine.telemetry.spans import SCOPE, ApiTracer
+from eventbus_engine.telemetry.tail import KeepReport, TailKeeper
 from eventbus_engine.telemetry.worker import ExportReport, ExportWorker, QueueSettings
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class RecordingProvider(TracerProvider):
         resource_attributes: further ones.
         sampler: the SDK's default if None. For spans of engines it is asked once a root.
         groups: False for kinds of the engine's spans that are not wanted.
+        keep_failed: whether to keep the engine's spans of roots that the sampler refused and in which something failed.
+        keep_slow: likewise of roots that took longer than this; seconds.
 
     Attributes:
         recorder: what engines open their spans with.
@@ -49,7 +52,8 @@ class RecordingProvider(TracerProvider):
         meter_provider: for metrics of the program's own, if `configure` sends metrics.
 
     Raises:
-        ConfigurationError: one of the `OTEL_BSP_*` variables does not fit, or there is no such group.
+        ConfigurationError: one of the `OTEL_BSP_*` variables does not fit, there is no such group, or `keep_slow` is
+            no time.
     """
 
     def __init__(
@@ -59,10 +63,14 @@ class RecordingProvider(TracerProvider):
         resource_attributes: Mapping[str, Any] | None = None,
         sampler: Sampler | None = None,
         groups: Mapping[str, bool] | None = None,
+        keep_failed: bool = False,
+        keep_slow: float | None = None,
     ) -> None:
         if unknown := sorted(set(groups or {}) - set(GROUPS)):
             raise ConfigurationError(f"groups has no {', '.join(unknown)}; there are {', '.join(GROUPS)}")
         off = frozenset(name for name, wanted in (groups or {}).items() if not wanted)
+        keeping = keep_failed or keep_slow is not None
+        self._keeper = TailKeeper(keep_failed, keep_slow, self._put) if keeping else None
         settings = QueueSettings.from_environment()
         attributes = dict(resource_attributes or {})
         if service_name is not None:
@@ -82,9 +90,9 @@ class RecordingProvider(TracerProvider):
         # What the default comes to, without the SDK's detours.
         asked = None if self.sampler is DEFAULT_ON else self.sampler
         put = self._workers[0].put if len(self._workers) == 1 else self._put
-        self.recorder: Recorder = Recorder(asked, put, off)
         self.closed: bool = False
         self.meter_provider: MeterProvider | None = None
+        self.recorder: Recorder = Recorder(asked, put, off, self._keeper)
 
     def _put(self, record: RecordedSpan) -> None:
         for worker in self._workers:
@@ -100,6 +108,11 @@ class RecordingProvider(TracerProvider):
         """What has become of the spans, by destination."""
         return [worker.report for worker in self._workers]
 
+    @property
+    def kept(self) -> KeepReport | None:
+        """What has become of the roots that the sampler refused; None unless some were to be kept after all."""
+        return None if self._keeper is None else self._keeper.report
+
     def close(self, timeout: float) -> list[ExportReport]:
         """Export what is queued and shut everything down, within `timeout` seconds.
 
@@ -109,6 +122,8 @@ class RecordingProvider(TracerProvider):
         """
         deadline = time.monotonic() + timeout
         reserve = min(0.5, timeout / 5)
+        if self._keeper is not None:
+            self._keeper.settle()
         for worker in self._workers:
             worker.finish()
         late = [worker for worker in self._workers if not worker.join(_left(deadline - 2 * reserve))]
@@ -123,6 +138,8 @@ class RecordingProvider(TracerProvider):
         reports = self.reports
         for report in reports:
             _log(report)
+        if self.kept is not None:
+            _log_kept(self.kept)
         return reports
 
 
@@ -143,4 +160,16 @@ def _log(report: ExportReport) -> None:
         report.failed,
         report.dropped,
         f", {report.pending} still on their way" if report.pending else "",
+    )
+
+
+def _log_kept(report: KeepReport) -> None:
+    _logger.log(
+        logging.WARNING if report.lost else logging.INFO,
+        "of the traces not sampled, %d failed and %d slow ones were kept, without %d spans that were too many, and %d "
+        "were discarded",
+        report.failed,
+        report.slow,
+        report.lost,
+        report.discarded,
     )

@@ -1,233 +1,42 @@
-"""The hot path of tracing: spans noted down as light records, for another thread to build, encode and send.
-
-A record is at the same time the live span that user code finds in the current context: its ids never change, and what
-is set on it before its end goes with it. Nothing here needs the SDK.
-"""
+"""The hot path of tracing: `Recorder` notes spans down as records, and decides once for each root whether to."""
 
 from __future__ import annotations
 
 import os
 import random
-import time
-import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry import trace as otel
-from opentelemetry.context import Context, attach, get_current
-from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, Status, StatusCode, TraceFlags, TraceState
+from opentelemetry.context import Context, create_key
+from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, TraceFlags, TraceState
 
-from eventbus_engine.telemetry.spans import Activity, EngineTracer, Template, describe_error, type_name
+from eventbus_engine.telemetry.records import (
+    SPAN_KEY,
+    Failure,
+    RecordedEvent,
+    RecordedSpan,
+    Root,
+    current_context,
+    set_context,
+)
+from eventbus_engine.telemetry.spans import Activity, EngineTracer, Template
+from eventbus_engine.telemetry.tail import HeldRoot
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.sampling import Sampler
 
+    from eventbus_engine.telemetry.tail import TailKeeper
     from eventbus_engine.trace import Outcome
 
 __all__ = ["Failure", "RecordedEvent", "RecordedSpan", "Recorder"]
 
-# The key under which a context keeps its current span, as the API itself puts it there.
-(_SPAN,) = otel.set_span_in_context(otel.INVALID_SPAN, Context())
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED | TraceFlags.RANDOM_TRACE_ID)
 _NO_STATE = TraceState()
-
-
-class Failure(NamedTuple):
-    """What is kept of an exception: no frames, so that nothing they hold lives longer for being traced."""
-
-    type: str
-    message: str
-    description: str
-    report: traceback.TracebackException | None
-
-    @classmethod
-    def of(cls, outcome: Outcome, error: BaseException) -> Failure:
-        """Take down an exception. Its traceback is formatted, and its source lines are read, by whoever wants it."""
-        report = None
-        if outcome != "cancelled":
-            report = traceback.TracebackException(type(error), error, error.__traceback__, lookup_lines=False)
-        return cls(type_name(error), str(error), describe_error(error), report)
-
-
-class RecordedEvent(NamedTuple):
-    """A span event that user code added."""
-
-    name: str
-    attributes: Mapping[str, Any] | None
-    timestamp: int
-
-
-class _Root:
-    """What the spans share that one sampling decision was made for."""
-
-    __slots__ = ("flags", "offset", "recorder", "state", "trace_id")
-
-    def __init__(self, recorder: Recorder, trace_id: int, flags: TraceFlags, state: TraceState) -> None:
-        self.recorder: Recorder = recorder
-        self.trace_id: int = trace_id
-        self.flags: TraceFlags = flags
-        self.state: TraceState = state
-        # A monotonic clock within, so that no bar has a negative length; the wall clock anew for every root.
-        self.offset: int = time.time_ns() - perf_counter_ns()
-
-
-class RecordedSpan(otel.Span):
-    """A span as the hot path leaves it, and as user code sees it while it lasts.
-
-    Attributes:
-        template: its name and constant attributes.
-        root: trace id, flags and clock.
-        span_id: its id.
-        parent_id: of its parent, 0 if it has none.
-        start: nanoseconds since the epoch.
-        end_time: likewise; 0 until it has ended.
-        order: the value of `eventbus.order`, None if it has none.
-        outcome: how it ended.
-        extra: attributes set after its start, None if there are none.
-    """
-
-    __slots__ = ("_known", "end_time", "extra", "order", "outcome", "parent_id", "root", "span_id", "start", "template")
-    template: Template
-    root: _Root
-    span_id: int
-    parent_id: int
-    start: int
-    end_time: int
-    order: int | None
-    outcome: str
-    extra: dict[str, Any] | None
-    _known: SpanContext | None
-
-    # What few spans have lives in the instance's dictionary, where it costs the others nothing.
-    name: str | None = None
-    remote_parent: SpanContext | None = None
-    failure: Failure | None = None
-    status: Status | None = None
-    events: tuple[RecordedEvent, ...] = ()
-    links: tuple[Link, ...] = ()
-
-    @property
-    def plain(self) -> bool:
-        """Whether it has nothing that few spans have."""
-        return not self.__dict__
-
-    def get_span_context(self) -> SpanContext:
-        """Its ids."""
-        if self._known is None:
-            root = self.root
-            self._known = SpanContext(root.trace_id, self.span_id, False, root.flags, root.state)
-        return self._known
-
-    def is_recording(self) -> bool:
-        """Whether it has not ended yet."""
-        return not self.end_time
-
-    def set_attribute(self, key: str, value: Any) -> None:
-        """Set an attribute; one that is set already changes its value."""
-        if self.end_time:
-            return
-        if isinstance(value, list):
-            value = tuple(value)
-        if self.extra is None:
-            self.extra = {key: value}
-        else:
-            self.extra[key] = value
-
-    def set_attributes(self, attributes: Mapping[str, Any]) -> None:
-        """Set several."""
-        for key, value in attributes.items():
-            self.set_attribute(key, value)
-
-    def add_event(self, name: str, attributes: Mapping[str, Any] | None = None, timestamp: int | None = None) -> None:
-        """Add an event."""
-        if not self.end_time:
-            copied = dict(attributes) if attributes else None
-            self.events = (*self.events, RecordedEvent(name, copied, timestamp or perf_counter_ns() + self.root.offset))
-
-    def add_link(self, context: SpanContext, attributes: Mapping[str, Any] | None = None) -> None:
-        """Add a link to another span."""
-        if not self.end_time:
-            self.links = (*self.links, Link(context, attributes))
-
-    def update_name(self, name: str) -> None:
-        """Give it another name."""
-        if not self.end_time:
-            self.name = name
-
-    def set_status(self, status: Status | StatusCode, description: str | None = None) -> None:
-        """Set its status, unless it has been found OK already. The engine's own verdict, a failure, beats it."""
-        if self.end_time or (self.status is not None and self.status.status_code is StatusCode.OK):
-            return
-        self.status = status if isinstance(status, Status) else Status(status, description)
-
-    def record_exception(
-        self,
-        exception: BaseException,
-        attributes: Mapping[str, Any] | None = None,
-        timestamp: int | None = None,
-        escaped: bool = False,
-    ) -> None:
-        """Add an event that tells of an exception."""
-        known = {
-            "exception.type": type_name(exception),
-            "exception.message": str(exception),
-            "exception.stacktrace": "".join(traceback.format_exception(exception)),
-            "exception.escaped": str(escaped),
-        }
-        self.add_event("exception", {**known, **(attributes or {})}, timestamp)
-
-    def end(self, end_time: int | None = None) -> None:
-        """Do nothing: the engine ends its spans itself."""
-
-
-class _RecordedActivity(Activity):
-    __slots__ = ("_outer", "_span")
-    _span: RecordedSpan
-    _outer: Context
-
-    def enter(self) -> None:
-        """Make it current here."""
-        self._outer = outer = get_current()
-        attach(Context({**outer, _SPAN: self._span}))
-
-    def leave(self) -> None:
-        """Make current again what was so before."""
-        attach(self._outer)
-
-    @property
-    def recording(self) -> bool:
-        """True: what is not recorded has no such activity."""
-        return True
-
-    @property
-    def span_context(self) -> SpanContext:
-        """What others link to."""
-        return self._span.get_span_context()
-
-    def set(self, key: str, value: Any) -> None:
-        """Set an attribute."""
-        span = self._span
-        if span.extra is None and type(value) is not list:
-            span.extra = {key: value}
-        else:
-            span.set_attribute(key, value)
-
-    def rename(self, name: str) -> None:
-        """Give it another name."""
-        self._span.update_name(name)
-
-    def end(self, outcome: Outcome, error: BaseException | None = None) -> None:
-        """End it, and hand it on."""
-        attach(self._outer)
-        span = self._span
-        span.outcome = outcome
-        if error is not None:
-            span.failure = Failure.of(outcome, error)
-        root = span.root
-        span.end_time = perf_counter_ns() + root.offset
-        root.recorder.put(span)
+# Where a context keeps the root that everything in it will follow, also below spans of the user's.
+_HELD = create_key("eventbus-held-root")
 
 
 class _Nothing(Activity):
@@ -270,12 +79,12 @@ class _SampledOut(_Nothing):
 
     def enter(self) -> None:
         """Make it current here."""
-        self._outer = get_current()
-        attach(self._context)
+        self._outer = current_context()
+        set_context(self._context)
 
     def leave(self) -> None:
         """Make current again what was so before."""
-        attach(self._outer)
+        set_context(self._outer)
 
     @property
     def span_context(self) -> SpanContext:
@@ -284,7 +93,7 @@ class _SampledOut(_Nothing):
 
     def end(self, outcome: Outcome, error: BaseException | None = None) -> None:
         """Nothing comes of it."""
-        attach(self._outer)
+        set_context(self._outer)
 
 
 class _UnsampledSpan(NonRecordingSpan):
@@ -302,16 +111,22 @@ class Recorder(EngineTracer):
             whatever has no parent, and otherwise what its parent has.
         put: takes every span that has ended.
         off: kinds of spans that are not recorded.
+        keeper: holds the spans of the roots that are refused, in case they fail or take long; None for nobody.
 
     Attributes:
         live: the tracer to open live spans with instead, once somebody wants to see them live.
     """
 
-    __slots__ = ("__weakref__", "_off", "_random", "_sampler", "live", "put")
+    __slots__ = ("__weakref__", "_bits", "_keeper", "_off", "_sampler", "live", "put")
 
     def __init__(
-        self, sampler: Sampler | None, put: Callable[[RecordedSpan], None], off: frozenset[str] = frozenset()
+        self,
+        sampler: Sampler | None,
+        put: Callable[[RecordedSpan], None],
+        off: frozenset[str] = frozenset(),
+        keeper: TailKeeper | None = None,
     ) -> None:
+        self._keeper = keeper
         self._off = off
         self._sampler = sampler
         self.put: Callable[[RecordedSpan], None] = put
@@ -323,7 +138,7 @@ class Recorder(EngineTracer):
             os.register_at_fork(after_in_child=lambda: (reseed := seed()) and reseed())
 
     def _seed(self) -> None:
-        self._random = random.Random(int.from_bytes(os.urandom(32), "big"))
+        self._bits = random.Random(int.from_bytes(os.urandom(32), "big")).getrandbits
 
     def open(
         self, template: Template, *, order: int | None = None, links: Sequence[Link] = (), root: bool = False
@@ -333,33 +148,35 @@ class Recorder(EngineTracer):
             return _NOTHING
         if self.live is not None:
             return self.live.open(template, order=order, links=links, root=root)
-        outer = get_current()
-        parent = outer.get(_SPAN) if not root else None
-        alone = parent is not None and len(outer) == 1
-        span = object.__new__(RecordedSpan)
+        inner = outer = current_context()
+        parent = None if root else outer.get(SPAN_KEY)
+        span = RecordedSpan()
         span.extra = span._known = None
         if type(parent) is RecordedSpan and parent.root.recorder is self:
-            shared = span.root = parent.root
+            span.root = parent.root
             span.parent_id = parent.span_id
+        elif parent is None and self._sampler is None:
+            span.root = Root(self, self.put, self._bits(128) or 1, _SAMPLED, _NO_STATE)
+            span.parent_id = 0
         elif type(parent) is _UnsampledSpan:
             return _NOTHING
         else:
             refused = self._decide(span, template, order, links, outer, root)
             if refused is not None:
                 return refused
-            shared = span.root
+            if type(span.root) is HeldRoot:
+                inner = Context({**outer, _HELD: span.root})
         span.template = template
-        span.span_id = self._random.getrandbits(64) or 1
+        span.span_id = self._bits(64) or 1
         span.order = order
-        span.end_time = 0
+        span._ended = 0
+        span._outer = outer
         if links:
             span.links = tuple(links)
-        activity = object.__new__(_RecordedActivity)
-        activity._span, activity._outer = span, outer
         # One of its own for every span, and never changed: a task that a handler leaves behind keeps reading its ids.
-        attach(Context({_SPAN: span} if alone else {**outer, _SPAN: span}))
-        span.start = perf_counter_ns() + shared.offset
-        return activity
+        set_context(Context({SPAN_KEY: span} if parent is not None and len(inner) == 1 else {**inner, SPAN_KEY: span}))
+        span._began = perf_counter_ns()
+        return span
 
     def _decide(
         self,
@@ -373,7 +190,7 @@ class Recorder(EngineTracer):
         """Ask the sampler; returns what to open instead, or None after filling in what a root has of its own."""
         context = Context() if root else current
         around = otel.get_current_span(context).get_span_context()
-        trace_id = around.trace_id if around.is_valid else self._random.getrandbits(128) or 1
+        trace_id = around.trace_id if around.is_valid else self._bits(128) or 1
         random_id = around.trace_flags & TraceFlags.RANDOM_TRACE_ID if around.is_valid else TraceFlags.RANDOM_TRACE_ID
         if self._sampler is None:
             sampled = not around.is_valid or bool(around.trace_flags.sampled)
@@ -386,15 +203,29 @@ class Recorder(EngineTracer):
             state = result.trace_state or _NO_STATE
             if result.attributes and len(result.attributes) > len(given):
                 span.extra = {key: value for key, value in result.attributes.items() if key not in given}
-        if not sampled:
-            ids = SpanContext(trace_id, self._random.getrandbits(64) or 1, False, TraceFlags(random_id), state)
+        if sampled:
+            span.root = Root(self, self.put, trace_id, _SAMPLED if random_id else TraceFlags(TraceFlags.SAMPLED), state)
+        elif self._keeper is not None:
+            span.root = self._hold(span, context, trace_id, TraceFlags(random_id), state)
+        else:
+            ids = SpanContext(trace_id, self._bits(64) or 1, False, TraceFlags(random_id), state)
             silent = object.__new__(_SampledOut)
             silent._context = otel.set_span_in_context(_UnsampledSpan(ids), current)
             silent.enter()
             return silent
-        flags = _SAMPLED if random_id else TraceFlags(TraceFlags.SAMPLED)
-        span.root = _Root(self, trace_id, flags, state)
         span.parent_id = around.span_id if around.is_valid else 0
         if around.is_remote:
             span.remote_parent = around
         return None
+
+    def _hold(
+        self, span: RecordedSpan, context: Context, trace_id: int, flags: TraceFlags, state: TraceState
+    ) -> HeldRoot:
+        """A root to be decided about at its end; the one around it where only a span of the user's is in between."""
+        assert self._keeper is not None  # noqa: S101 -- seen by the caller
+        around = context.get(_HELD)
+        if isinstance(around, HeldRoot) and around.recorder is self and around.trace_id == trace_id:
+            return around
+        root = HeldRoot(self, self._keeper.put, trace_id, flags, state)
+        root.first = span
+        return root

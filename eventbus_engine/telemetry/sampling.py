@@ -1,4 +1,4 @@
-"""A budget for traces: `EveryNth`, a sampler that keeps the first of each kind of root and every n-th after it."""
+"""A budget for traces: `EveryNth`, a sampler that keeps the first of each kind of root, every n-th, and the last."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _MANY_NAMES = 1000
 
 
 class EveryNth(Sampler):
-    """Keeps the first root of each name, then every n-th; what has a parent goes with its parent.
+    """Keeps the first root of each name, then every n-th, and one that says it is the last, by `train.last`.
 
-    Draws no random numbers, so that which steps are traced is the same in each run.
+    What has a parent goes with its parent. It draws no random numbers, so that which steps are traced is the same in
+    each run. The last is not known to a sampler: training says so of its batches, epochs and evaluations where it can.
 
     Args:
         every: n, from 1.
@@ -52,7 +53,8 @@ class EveryNth(Sampler):
         else:
             # Names are to be of low cardinality. Those of who does not care share one count.
             key = name if name in self._counts or len(self._counts) < _MANY_NAMES else ""
-            kept = next(self._counts.setdefault(key, itertools.count())) % self._every == 0
+            due = next(self._counts.setdefault(key, itertools.count())) % self._every == 0
+            kept = due or (attributes is not None and attributes.get("train.last") is True)
         decision = Decision.RECORD_AND_SAMPLE if kept else Decision.DROP
         return SamplingResult(decision, attributes if kept else None, parent.trace_state)
 

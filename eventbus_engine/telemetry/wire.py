@@ -20,7 +20,7 @@ from opentelemetry.trace import SpanContext
 
 from eventbus_engine.telemetry.convert import ENGINE_SCOPE, to_span
 from eventbus_engine.telemetry.otlp import encode_attributes, encode_span, encode_spans
-from eventbus_engine.telemetry.recorder import RecordedSpan
+from eventbus_engine.telemetry.records import RecordedSpan
 from eventbus_engine.telemetry.spans import Template
 
 __all__ = ["Records"]
@@ -176,6 +176,8 @@ def _extra(record: RecordedSpan, encode: Callable[[str, Any], T | None]) -> list
     except TypeError:  # what cannot be hashed is nothing an engine sets
         return None
     pieces.append(encode("eventbus.outcome", record.outcome))
+    if record.root.kept:
+        pieces.append(encode("eventbus.kept", record.root.kept))
     return None if None in pieces else cast("list[T]", pieces)
 
 

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor
 
 from eventbus_engine.errors import ConfigurationError
 from eventbus_engine.telemetry.exporters import OtlpExporter
-from eventbus_engine.telemetry.recorder import RecordedSpan
+from eventbus_engine.telemetry.records import RecordedSpan
 from eventbus_engine.telemetry.wire import Records
 
 __all__ = ["ExportReport", "ExportWorker", "QueueSettings"]

@@ -14,9 +14,12 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace as otel
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from eventbus_engine.fanout import outcome_of
 from eventbus_engine.telemetry.spans import Activity, TracerSource
+from eventbus_engine.time import Time, TimeUnit
 from eventbus_engine.training.state import State
 
 __all__ = ["RunTracing", "Unit"]
@@ -47,6 +50,41 @@ class Unit:
             yield
         finally:
             self._span.leave()
+
+
+def is_last(unit: str, state: State) -> bool:
+    """Whether a unit of work that is about to begin is known to be the last of its kind, by `max_duration`.
+
+    False where only the end will tell: without a duration, with one in samples, tokens or seconds, or with a loader
+    whose length is not known. An evaluation is the last if the training is over by then.
+    """
+    now, end = state.timestamp, state.max_duration
+    if not isinstance(end, Time):
+        return False
+    if unit == "eval":
+        return now >= end
+    length = _length(state.train_dataloader)
+    left = None if length is None else length - int(now.batch_in_epoch)
+    if end.unit is TimeUnit.EPOCH:
+        return int(now.epoch) + 1 >= int(end) and (unit == "epoch" or left == 1)
+    if end.unit is TimeUnit.BATCH:
+        ahead = 1 if unit == "batch" else left
+        return ahead is not None and int(now.batch) + ahead >= int(end)
+    return False
+
+
+def _length(loader: Any) -> int | None:
+    """Batches in an epoch; None unless asking is sure to run nothing that could draw random numbers or warn."""
+    if isinstance(loader, list | tuple):
+        return len(loader)
+    if (
+        type(loader) is DataLoader
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader.batch_sampler) is BatchSampler
+        and type(loader.sampler) in (SequentialSampler, RandomSampler, DistributedSampler)
+    ):
+        return len(loader)
+    return None
 
 
 class RunTracing:
@@ -89,8 +127,13 @@ class RunTracing:
     @contextmanager
     def unit(self, name: str) -> Iterator[Unit]:
         """A unit of work, the root of its own trace: `batch`, `epoch` or `eval`."""
+        if self._tracers.get() is None:
+            yield Unit(None)
+            return
         now = self._state.timestamp
-        place = {"train.epoch": int(now.epoch), "train.batch": int(now.batch)}
+        place: dict[str, Any] = {"train.epoch": int(now.epoch), "train.batch": int(now.batch)}
+        if is_last(name, self._state):
+            place["train.last"] = True
         links = [Link(self._run)] if self._run is not None else []
         with self._open(name, name, {**self._attributes(), **place}, links, root=True) as span:
             yield Unit(span)
