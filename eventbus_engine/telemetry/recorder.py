@@ -35,6 +35,7 @@ __all__ = ["Failure", "RecordedEvent", "RecordedSpan", "Recorder"]
 
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED | TraceFlags.RANDOM_TRACE_ID)
 _NO_STATE = TraceState()
+_new: Callable[[type[RecordedSpan]], RecordedSpan] = object.__new__
 # Where a context keeps the root that everything in it will follow, also below spans of the user's.
 _HELD = create_key("eventbus-held-root")
 
@@ -150,7 +151,7 @@ class Recorder(EngineTracer):
             return self.live.open(template, order=order, links=links, root=root)
         inner = outer = current_context()
         parent = None if root else outer.get(SPAN_KEY)
-        span = RecordedSpan()
+        span = _new(RecordedSpan)
         span.extra = span._known = None
         if type(parent) is RecordedSpan and parent.root.recorder is self:
             span.root = parent.root

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextvars import copy_context
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opentelemetry import trace as otel
 from opentelemetry.context import Context, attach, get_current
@@ -145,16 +145,6 @@ class RecordedSpan(otel.Span, Activity):
     _ended: int
     _known: SpanContext | None
     _outer: Context
-
-    # It is the recorder that opens spans, and fills in what it has made.
-    if TYPE_CHECKING:
-
-        def __new__(cls) -> Self:
-            """Make an empty one."""
-            ...
-
-    else:
-        __new__ = object.__new__
 
     # What few spans have lives in the instance's dictionary, where it costs the others nothing.
     name: str | None = None

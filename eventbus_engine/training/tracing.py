@@ -28,16 +28,19 @@ __all__ = ["RunTracing", "Unit"]
 class Unit:
     """A unit of work under way; a stand-in that does nothing where nothing is traced."""
 
-    __slots__ = ("_span",)
+    __slots__ = ("_last", "_span")
 
-    def __init__(self, span: Activity | None) -> None:
+    def __init__(self, span: Activity | None, last: bool = False) -> None:
         self._span = span
+        self._last = last
 
     def rename(self, name: str) -> None:
         """It turned out to be something else."""
         if self._span is not None:
             self._span.rename(name)
             self._span.set("eventbus.kind", name)
+            if self._last:
+                self._span.set("train.last", False)
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
@@ -68,8 +71,8 @@ def is_last(unit: str, state: State) -> bool:
     if end.unit is TimeUnit.EPOCH:
         return int(now.epoch) + 1 >= int(end) and (unit == "epoch" or left == 1)
     if end.unit is TimeUnit.BATCH:
-        ahead = 1 if unit == "batch" else left
-        return ahead is not None and int(now.batch) + ahead >= int(end)
+        ahead = 1 if unit == "batch" and left != 0 else left or 0
+        return ahead > 0 and int(now.batch) + ahead >= int(end)
     return False
 
 
@@ -132,11 +135,12 @@ class RunTracing:
             return
         now = self._state.timestamp
         place: dict[str, Any] = {"train.epoch": int(now.epoch), "train.batch": int(now.batch)}
-        if is_last(name, self._state):
+        last = is_last(name, self._state)
+        if last:
             place["train.last"] = True
         links = [Link(self._run)] if self._run is not None else []
         with self._open(name, name, {**self._attributes(), **place}, links, root=True) as span:
-            yield Unit(span)
+            yield Unit(span, last)
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:

@@ -504,6 +504,20 @@ def test_a_sampler_that_counts_follows_a_parent_and_counts_names_apart() -> None
         assert sampler.should_sample(context, 1, "a").decision.is_sampled() is bool(flags)  # type: ignore[no-untyped-call]
 
 
+def test_a_root_that_says_it_is_the_last_is_kept_out_of_turn() -> None:
+    """It counts as any other; what has a parent says so in vain."""
+    sampler = EveryNth(3)
+    parent = trace.set_span_in_context(trace.NonRecordingSpan(trace.SpanContext(1, 1, False, trace.TraceFlags(0))))
+
+    def kept(attributes: dict[str, Any] | None = None, context: Any = None) -> bool:
+        result = sampler.should_sample(context, 1, "batch", attributes=attributes)
+        return result.decision is Decision.RECORD_AND_SAMPLE
+
+    found = [kept(), kept({"train.batch": 1}), kept({"train.last": True}), kept(), kept({"train.last": False})]
+    assert found == [True, False, True, True, False]
+    assert not kept({"train.last": True}, parent)
+
+
 @pytest.mark.parametrize(
     ("group", "expected"),
     [

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from opentelemetry import trace as otel
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans as sdk_encode
@@ -364,17 +364,15 @@ class Node:
     children: list[Node]
 
 
-nodes: st.SearchStrategy[Node] = st.deferred(
-    lambda: st.builds(
-        Node,
-        st.sampled_from(["ok", "ok", "ok", "failed", "cancelled"]),
-        st.booleans(),
-        st.lists(nodes, max_size=3),
-    )
+outcomes: st.SearchStrategy[Outcome] = st.sampled_from(["ok", "ok", "ok", "failed", "cancelled"])
+leaves = st.builds(Node, outcomes, st.booleans(), st.just([]))
+nodes = st.recursive(
+    leaves, lambda inner: st.builds(Node, outcomes, st.booleans(), st.lists(inner, max_size=3)), max_leaves=8
 )
 
 
-@given(st.lists(nodes, max_size=5), st.booleans(), st.sampled_from([None, 1e-9, 3e-5, 3600.0]), st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+@given(st.lists(nodes, max_size=4), st.booleans(), st.sampled_from([None, 1e-9, 3e-5, 3600.0]), st.integers(1, 4))
 def test_any_trees_of_spans(trees: list[Node], failed: bool, slow: float | None, per_root: int) -> None:
     """What comes out is what a model says, by the outcomes, the times and the bound."""
     setup = Setup(failed=failed, slow=slow, per_root=per_root)
@@ -526,9 +524,11 @@ async def test_with_live_spans_nothing_is_held() -> None:
 def test_without_the_opt_in_there_is_nothing_to_report() -> None:
     """A refused root is not recorded."""
     provider = RecordingProvider([], sampler=REFUSING)
-    assert not provider.recorder.open(ROOT).recording
+    root = provider.recorder.open(ROOT)
+    root.end("failed")
     provider.shutdown()
 
+    assert not root.recording
     assert provider.kept is None
 
 

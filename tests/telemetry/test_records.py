@@ -1,0 +1,116 @@
+"""A record is the live span that user code sees: what of the API it does, and where it is current."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from opentelemetry import baggage
+from opentelemetry import context as otel_context
+from opentelemetry import trace as otel
+from opentelemetry.context import Context, attach, get_current
+
+from eventbus_engine.telemetry import records
+from eventbus_engine.telemetry.recorder import Recorder
+from eventbus_engine.telemetry.records import RecordedSpan, find_context_accessors
+from eventbus_engine.telemetry.spans import Template
+
+TEMPLATE = Template("algorithm a", "algorithm")
+
+
+def recorder() -> tuple[Recorder, list[RecordedSpan]]:
+    """A recorder, and where what it records ends up."""
+    kept: list[RecordedSpan] = []
+    return Recorder(None, kept.append), kept
+
+
+def test_the_context_is_the_one_of_the_api() -> None:
+    """Its variable is used directly, so that whatever reads the context by the API finds the same."""
+    read, write = find_context_accessors()
+    outer = read()
+    mine = Context({"mine": 1})
+    write(mine)
+    try:
+        assert get_current() is mine
+        assert read is not get_current
+    finally:
+        attach(outer)
+    assert read() is get_current() is outer
+
+
+def test_with_another_implementation_of_the_context_the_api_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may do more than set a variable."""
+    monkeypatch.setenv("OTEL_PYTHON_CONTEXT", "theirs")
+
+    assert find_context_accessors() == (get_current, attach)
+
+
+def test_where_no_variable_has_the_context_the_api_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is kept elsewhere."""
+    elsewhere: list[Context] = []
+    monkeypatch.setattr(records, "attach", elsewhere.append)
+
+    assert find_context_accessors()[0] is get_current
+
+
+@pytest.mark.parametrize("arguments", [{}, {"end_time": 3}])
+def test_users_do_not_end_it(arguments: dict[str, Any]) -> None:
+    """The engine does, once its handler has ended."""
+    recording, kept = recorder()
+    span = recording.open(TEMPLATE)
+    current = otel.get_current_span()
+    current.end(**arguments)
+    current.end(17)
+    current.set_attribute("still", "there")
+
+    assert kept == []
+    assert current.is_recording()
+    span.end("ok")
+    assert [each.extra for each in kept] == [{"still": "there"}]
+    assert not current.is_recording()
+
+
+def test_what_is_in_the_context_stays_and_is_let_go() -> None:
+    """Baggage is there inside; a span that waits for its export keeps nothing of what was around it."""
+    recording, kept = recorder()
+    token = otel_context.attach(baggage.set_baggage("user", "me"))
+    span = recording.open(TEMPLATE)
+    inside = baggage.get_baggage("user")
+    span.end("ok")
+    around = baggage.get_baggage("user")
+    otel_context.detach(token)
+
+    assert (inside, around) == ("me", "me")
+    assert dict(kept[0]._outer) == {}
+    assert otel.get_current_span() is otel.INVALID_SPAN
+
+
+def test_it_goes_on_in_another_task() -> None:
+    """Left in one place and entered in another, it is current there, on top of what is there."""
+    recording, _ = recorder()
+    span = recording.open(TEMPLATE)
+    span.leave()
+    token = otel_context.attach(baggage.set_baggage("user", "me"))
+    span.enter()
+
+    assert otel.get_current_span().get_span_context() == span.span_context
+    assert baggage.get_baggage("user") == "me"
+    span.end("ok")
+    assert baggage.get_baggage("user") == "me"
+    assert otel.get_current_span() is otel.INVALID_SPAN
+    otel_context.detach(token)
+
+
+def test_start_and_end_are_on_the_wall_clock() -> None:
+    """And 0 while it lasts."""
+    import time
+
+    recording, _ = recorder()
+    before = time.time_ns()
+    span = recording.open(TEMPLATE)
+    assert isinstance(span, RecordedSpan)
+    assert span.end_time == 0
+    span.end("ok")
+
+    second = 1_000_000_000
+    assert before - second < span.start <= span.end_time < time.time_ns() + second
