@@ -48,7 +48,9 @@ def find_context_accessors() -> tuple[Callable[[], Context], Callable[[Context],
     return get_current, attach
 
 
-current_context, set_context = find_context_accessors()
+_accessors = find_context_accessors()
+current_context: Callable[[], Context] = _accessors[0]
+set_context: Callable[[Context], Any] = _accessors[1]
 
 
 class Failure(NamedTuple):

@@ -146,8 +146,10 @@ class TailKeeper:
         heap = self._held.setdefault(root, [])
         entry = (span.outcome != "ok", -span.start, next(self._numbers), span)
         if len(heap) < self._per_root:
-            heapq.heappush(heap, entry)
+            heap.append(entry)
             self._total += 1
+            if len(heap) == self._per_root:
+                heapq.heapify(heap)  # and not before: few roots get there
         else:
             heapq.heapreplace(heap, max(entry, heap[0]))
             root.lost += 1

@@ -179,6 +179,9 @@ def compare(url: str, algorithms: int) -> Iterator[Row]:
     ways = {
         "untraced": Way(algorithms),
         "sampled out": Way(algorithms, RecordingProvider([], sampler=ParentBased(ALWAYS_OFF))),
+        "sampled out, failures kept": Way(
+            algorithms, RecordingProvider([], sampler=ParentBased(ALWAYS_OFF), keep_failed=True)
+        ),
         "recorded": Way(algorithms, RecordingProvider([])),
         "exported": Way(algorithms, RecordingProvider([OtlpHttpExporter(url)])),
         "SDK": Way(algorithms, sdk=sdk_provider(url)),
