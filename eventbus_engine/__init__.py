@@ -30,6 +30,7 @@ from eventbus_engine.errors import (
     VocabularyError,
 )
 from eventbus_engine.event import Event, EventName
+from eventbus_engine.in_flight import InFlight
 from eventbus_engine.logger import Logger, LoggerDestination
 from eventbus_engine.pair import Pair
 from eventbus_engine.passes import AlgorithmPass, ConflictWarning, LossInterpolationWarning
@@ -62,6 +63,7 @@ __all__ = [
     "HandlerTimeoutError",
     "HandlerTypeError",
     "HookNameWarning",
+    "InFlight",
     "Logger",
     "LoggerDestination",
     "LossInterpolationWarning",

@@ -20,6 +20,7 @@ from eventbus_engine.envelope import Envelope, current_dispatch
 from eventbus_engine.errors import ConfigurationError, EngineClosedError
 from eventbus_engine.event import Event, EventName, resolve_event
 from eventbus_engine.fanout import Handler, Occasion, outcome_of, raise_failures, run_fanout
+from eventbus_engine.in_flight import InFlight, Progress, read_in_flight
 from eventbus_engine.lanes import Dispatch
 from eventbus_engine.logger import Logger
 from eventbus_engine.pair import Pair
@@ -89,7 +90,7 @@ class Engine(Generic[StateT]):
         self._remembered: dict[tuple[EventName, tuple[int, ...]], Order] = {}
         self.tracers: TracerSource = TracerSource(tracer_provider)
         self.meters: MeterSource = MeterSource(self, meter_provider)
-        self._active: set[Dispatch] = set()
+        self._active: dict[Dispatch, Progress] = {}
         self._opening: tuple[Dispatch, anyio.Event] | None = None
         self._close_timeout: float | None = None
         self._closers: set[anyio.Event] = set()
@@ -169,6 +170,10 @@ class Engine(Generic[StateT]):
         """The engine for a program without an event loop: `engine.sync.run_event(event)`, `.pair(...)`, `.close()`."""
         return SyncEngine(self)
 
+    def in_flight(self) -> tuple[InFlight, ...]:
+        """What it is executing now, in the order of its start. From any thread, and closed or not."""
+        return read_in_flight(tuple(self._active.values()), self._delivery.in_flight())
+
     # --------------------------------------------------------------------------------------------------- publishing
 
     async def run_event(self, event: EventName | str, state: Any = None) -> Traces:
@@ -231,7 +236,8 @@ class Engine(Generic[StateT]):
             span = tracer.open(event_template("dispatch", event))
             tracer = span.below(tracer)
         occasion = Occasion(envelope, state, self.logger, dispatch, tracer)
-        self._active.add(dispatch)
+        self._active[dispatch] = occasion.progress
+        occasion.progress.whole = span
         error: BaseException | None = None
         try:
             return await self._handle(dispatch, occasion, envelope, call_next, span)
@@ -241,7 +247,7 @@ class Engine(Generic[StateT]):
         finally:
             if span is not None:
                 span.end(outcome_of(error), error)
-            self._active.discard(dispatch)
+            del self._active[dispatch]
             if not self._active:
                 await self._fall_idle()
 
@@ -251,7 +257,7 @@ class Engine(Generic[StateT]):
             return
         awaited = self._delivery.running
         if self._report is None and self._closing is None:
-            awaited |= self._active
+            awaited = awaited | self._active.keys()
         if awaited.isdisjoint(dispatch.ancestors()):
             what = "is closed" if self._report is not None else "is closing"
             raise EngineClosedError(
@@ -368,7 +374,7 @@ class Engine(Generic[StateT]):
         dispatch = current_dispatch()
         if dispatch is None:
             return False
-        return not (self._active | self._delivery.running).isdisjoint([dispatch, *dispatch.ancestors()])
+        return not (self._active.keys() | self._delivery.running).isdisjoint([dispatch, *dispatch.ancestors()])
 
     async def _fall_idle(self) -> None:
         """The last event is done: whoever waits for that may close, or it was closed from inside and closes now."""

@@ -15,6 +15,7 @@ from anyio.abc import TaskGroup
 
 from eventbus_engine._steps import FirstStep, need_loop
 from eventbus_engine.errors import CallbackErrors, HandlerCancelledError, HandlerTimeoutError
+from eventbus_engine.in_flight import Progress
 from eventbus_engine.telemetry.spans import Activity, EngineTracer, Template, handler_template
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class Handler:
 class Occasion:
     """One event as its handlers see it."""
 
-    __slots__ = ("arguments", "context", "copies", "dispatch", "event", "tracer")
+    __slots__ = ("arguments", "context", "copies", "dispatch", "event", "progress", "tracer")
 
     def __init__(
         self,
@@ -103,6 +104,7 @@ class Occasion:
         context: Context | None = None,
     ) -> None:
         self.event: EventName = envelope.event
+        self.progress: Progress = Progress(self.event)
         self.arguments: tuple[tuple[Any, Any], tuple[EventName, Any, Any], tuple[Any]] = (
             (state, logger),
             (self.event, state, logger),
@@ -115,7 +117,9 @@ class Occasion:
 
     def untraced(self) -> Occasion:
         """The same without spans."""
-        return Occasion(self.arguments[ENVELOPE][0], *self.arguments[HOOK], self.dispatch, None, self.context)
+        copy = Occasion(self.arguments[ENVELOPE][0], *self.arguments[HOOK], self.dispatch, None, self.context)
+        copy.progress = self.progress
+        return copy
 
     async def enter_task(self) -> None:
         """Get ready for something asynchronous."""
@@ -195,6 +199,7 @@ class _FanOut:
     async def run(self) -> list[tuple[Handler, Exception]]:
         self.base = self.occasion.context or copy_context()
         i, begun = 0, None
+        self.occasion.progress.begin_callbacks()
         while i < len(self.handlers) and not self.handlers[i].is_async and begun is None:
             begun = self.call_plain(i)
             i += begun is None
@@ -250,8 +255,9 @@ class _FanOut:
 
     def call_plain(self, i: int) -> Begun | None:
         """Call a plain function here and now; returns what it returned if that has to be awaited."""
-        handler = self.handlers[i]
-        span = self.open_span(handler)
+        handler, progress = self.handlers[i], self.occasion.progress
+        progress.span = span = self.open_span(handler)
+        progress.now = handler.name
         error: BaseException | None = None
         try:
             result = handler.call(*self.occasion.arguments[handler.takes])
@@ -269,6 +275,7 @@ class _FanOut:
             error = raised
             raise
         finally:
+            progress.now = progress.span = None
             if span is not None:
                 span.end(outcome_of(error), error)
 
@@ -283,6 +290,7 @@ class _FanOut:
             if span is not None:
                 span.enter()
         error: BaseException | None = None
+        self.occasion.progress.begin_task(baton, handler.name, span)
         try:
             await self.call_async(handler, awaitable, baton)
             succeeded(handler)
@@ -293,6 +301,7 @@ class _FanOut:
             if outward is not None:
                 raise outward  # noqa: B904 -- it is what was raised, or a part of it
         finally:
+            self.occasion.progress.end_task(baton)
             if span is not None:
                 span.end(outcome_of(error), error)
         baton.hand_on()

@@ -98,6 +98,8 @@ async def _apply(entry: AlgorithmEntry, trace: Trace, occasion: Occasion, offloa
             entry.templates[occasion.event] = template
         span = occasion.tracer.open(template, order=trace.order)
     trace.start_ns, started = time.time_ns(), time.perf_counter_ns()
+    progress = occasion.progress
+    progress.kind, progress.since, progress.span, progress.now = "algorithm", started, span, entry.name
     try:
         trace.exit_code = await _call(entry, occasion, offload)
     except BaseException as error:
@@ -106,6 +108,7 @@ async def _apply(entry: AlgorithmEntry, trace: Trace, occasion: Occasion, offloa
         raise
     finally:
         trace.duration_ns = time.perf_counter_ns() - started
+        progress.now = progress.span = None
         if span is not None:
             if isinstance(trace.exit_code, int):
                 span.set("eventbus.exit_code", trace.exit_code)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from eventbus_engine.telemetry.configure import configure, current_provider
+from eventbus_engine.telemetry.watch import watch
 
 if TYPE_CHECKING:
     from eventbus_engine.telemetry.exporters import OtlpHttpExporter, OtlpJsonFileExporter
@@ -21,6 +22,7 @@ __all__ = [
     "add_event_context",
     "configure",
     "current_provider",
+    "watch",
 ]
 
 

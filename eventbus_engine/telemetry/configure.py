@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from opentelemetry.trace import NoOpTracer, NoOpTracerProvider, ProxyTracerProvi
 
 from eventbus_engine.errors import ConfigurationError
 from eventbus_engine.telemetry.meters import CONFIGURED, global_meter_provider
+from eventbus_engine.telemetry.sigterm import ending_on_sigterm
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider as SdkTracerProvider
@@ -65,6 +66,7 @@ def configure(  # house: the body is short; its documentation is what users need
     keep_failed: bool = False,
     keep_slow: float | None = None,
     shutdown_timeout: float = 5.0,
+    handle_sigterm: bool = False,
 ) -> Generator[TracerProvider, None, None]:
     """Trace what runs inside the block, and send the spans to a collector, into a file, or both.
 
@@ -99,13 +101,17 @@ def configure(  # house: the body is short; its documentation is what users need
             was cancelled or timed out. They carry `eventbus.kept`.
         keep_slow: likewise if it took longer than this; seconds.
         shutdown_timeout: seconds that leaving the block may take, however dead the endpoint is. What could not be
-            delivered by then is given up, counted and logged.
+            delivered by then is given up, counted and logged. Spans of engines that have not ended by then are
+            exported as they are, with status ERROR and `eventbus.in_flight`.
+        handle_sigterm: whether SIGTERM ends the tracing in the same way first. Then the handler that was there before
+            is called, or the process dies of the signal as it would have. Only on the main thread.
 
     Yields:
         The provider in effect: the SDK's, so that span processors can be added to it, unless see above.
 
     Raises:
-        ConfigurationError: an argument, or the endpoint in the environment, cannot be used.
+        ConfigurationError: an argument, or the endpoint in the environment, cannot be used; `handle_sigterm` on
+            another thread than the main one.
         TelemetryError: `endpoint` is given, but the extra `otlp` is not installed.
     """
     if not 0 < shutdown_timeout < math.inf:
@@ -120,6 +126,8 @@ def configure(  # house: the body is short; its documentation is what users need
         )
         yield present
         return
+    if handle_sigterm and threading.current_thread() is not threading.main_thread():
+        raise ConfigurationError("handle_sigterm=True works on the main thread only; call telemetry.configure there")
     if sample_every is not None:
         sampler = _every_nth(sample_every, sampler)
     exporters = _make_exporters(endpoint, path, headers, timeout, compression)
@@ -127,16 +135,23 @@ def configure(  # house: the body is short; its documentation is what users need
     pipeline = _make_pipeline(provider, endpoint, path, headers, timeout, compression) if metrics else None
     _GLOBAL.activate(provider)
     CONFIGURED.metrics = pipeline.engines if pipeline is not None else None
-    try:
-        yield provider
-    finally:
+
+    def end() -> None:
+        deadline = time.monotonic() + shutdown_timeout
         _GLOBAL.activate(None)
         CONFIGURED.metrics = None
-        deadline = time.monotonic() + shutdown_timeout
+        provider.end_open_spans()
         # The metrics come last: they tell what became of the spans.
         provider.close(shutdown_timeout if pipeline is None else shutdown_timeout * 0.75)
         if pipeline is not None:
             pipeline.close(deadline - time.monotonic())
+
+    try:
+        with ending_on_sigterm(end) if handle_sigterm else nullcontext():
+            yield provider
+    finally:
+        if _GLOBAL.active is provider:
+            end()
 
 
 def current_provider() -> TracerProvider | None:

@@ -113,6 +113,13 @@ class RecordingProvider(TracerProvider):
         """What has become of the roots that the sampler refused; None unless some were to be kept after all."""
         return None if self._keeper is None else self._keeper.report
 
+    def end_open_spans(self) -> None:
+        """Hand on the engines' spans that have not ended, as they are now: nobody would ever see them otherwise."""
+        # The innermost first, so that a root is decided about last.
+        for span in sorted(self.recorder.open_spans.copy(), key=lambda span: -span.start):
+            span.end_now()
+        self.recorder.open_spans.clear()
+
     def close(self, timeout: float) -> list[ExportReport]:
         """Export what is queued and shut everything down, within `timeout` seconds.
 

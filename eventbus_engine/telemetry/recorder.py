@@ -116,9 +116,10 @@ class Recorder(EngineTracer):
 
     Attributes:
         live: the tracer to open live spans with instead, once somebody wants to see them live.
+        open_spans: those that have not ended.
     """
 
-    __slots__ = ("__weakref__", "_bits", "_keeper", "_off", "_sampler", "live", "put")
+    __slots__ = ("__weakref__", "_bits", "_keeper", "_off", "_sampler", "live", "open_spans", "put")
 
     def __init__(
         self,
@@ -132,13 +133,14 @@ class Recorder(EngineTracer):
         self._sampler = sampler
         self.put: Callable[[RecordedSpan], None] = put
         self.live: EngineTracer | None = None
-        self._seed()
+        self._start_afresh()
         if hasattr(os, "register_at_fork"):
-            # A forked child would go on drawing the ids that its parent draws. Weak: nothing unregisters a hook.
-            seed = weakref.WeakMethod(self._seed)
-            os.register_at_fork(after_in_child=lambda: (reseed := seed()) and reseed())
+            # A forked child would draw its parent's ids, and end its parent's spans. Weak: nothing unregisters a hook.
+            afresh = weakref.WeakMethod(self._start_afresh)
+            os.register_at_fork(after_in_child=lambda: (start := afresh()) and start())
 
-    def _seed(self) -> None:
+    def _start_afresh(self) -> None:
+        self.open_spans: set[RecordedSpan] = set()
         self._bits = random.Random(int.from_bytes(os.urandom(32), "big")).getrandbits
 
     def open(
@@ -176,6 +178,7 @@ class Recorder(EngineTracer):
             span.links = tuple(links)
         # One of its own for every span, and never changed: a task that a handler leaves behind keeps reading its ids.
         set_context(Context({SPAN_KEY: span} if parent is not None and len(inner) == 1 else {**inner, SPAN_KEY: span}))
+        self.open_spans.add(span)
         span._began = perf_counter_ns()
         return span
 

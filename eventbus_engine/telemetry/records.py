@@ -249,9 +249,21 @@ class RecordedSpan(otel.Span, Activity):
         set_context(self._outer)
         # What is around it need not live until it is exported.
         self._outer = _NO_CONTEXT
+        if self._ended:  # tracing ended before it
+            return
         self.outcome = outcome
         if error is not None:
             self.failure = Failure.of(outcome, error)
+        self._ended = perf_counter_ns()
+        root = self.root
+        root.recorder.open_spans.discard(self)
+        root.put(self)
+
+    def end_now(self) -> None:
+        """Hand it on as it is: tracing ends before it."""
+        self.set_attribute("eventbus.in_flight", True)
+        self.set_status(StatusCode.ERROR, "had not ended when tracing ended")
+        self.outcome = "in_flight"
         self._ended = perf_counter_ns()
         self.root.put(self)
 

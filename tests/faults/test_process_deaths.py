@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from eventbus_engine.telemetry.reports import RecordedSpan
+from eventbus_engine.telemetry.reports.model import ERROR
 
 EVENTS = 100
 
@@ -46,12 +47,32 @@ async def dispatch():
     if ending == "SIGKILL":
         print(time.time_ns(), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
-    if ending == "SIGINT":
+    if ending in ("SIGINT", "SIGTERM"):
         step.hang = True
         await engine.run_event(Event.EPOCH_END)
 
-with telemetry.configure(path=path):
+with telemetry.configure(path=path, handle_sigterm=ending == "SIGTERM"):
     anyio.run(dispatch)
+"""
+
+CRASH = """
+import sys, threading
+from eventbus_engine import Callback, Engine, Event, telemetry
+
+hanging = threading.Event()
+
+class Remote(Callback):
+    def epoch_end(self, state, logger):
+        hanging.set()
+        threading.Event().wait()
+
+engine = Engine(callbacks=[Remote()])
+with telemetry.configure(path=sys.argv[1]):
+    for _ in range(100):
+        engine.sync.run_event(Event.BATCH_END)
+    threading.Thread(target=engine.sync.run_event, args=(Event.EPOCH_END,), daemon=True).start()
+    hanging.wait()
+    raise ZeroDivisionError
 """
 
 FORKS = """
@@ -156,6 +177,41 @@ def test_an_interrupted_process_loses_nothing(start: Start, spans_in: SpansIn, t
         "algorithm step": EVENTS + 1,
     }
     assert [span.attributes["eventbus.outcome"] for span in interrupted] == ["cancelled", "cancelled"]
+
+
+def hung(spans: list[RecordedSpan]) -> set[str]:
+    """The spans that had not ended, having seen that they say so."""
+    found = [span for span in spans if span.attributes.get("eventbus.in_flight")]
+    assert all(span.status.code == ERROR for span in found)
+    return {span.name for span in found}
+
+
+def test_a_terminated_process_loses_nothing_with_the_handler(start: Start, spans_in: SpansIn, tmp_path: Path) -> None:
+    """SIGTERM while a handler hangs: all of it is there, the open spans marked as such, and the process dies of it."""
+    path = tmp_path / "spans.jsonl"
+    process = start(DISPATCHES, path, "SIGTERM")
+    assert process.stdout is not None
+    hanging = process.stdout.readline()
+    process.terminate()
+    _, logged = process.communicate(timeout=60)
+    spans = spans_in(path)
+
+    assert hanging == "hanging\n"
+    assert process.returncode == -signal.SIGTERM, logged
+    assert names_of(spans) == {"dispatch batch_end": EVENTS, "dispatch epoch_end": 1, "algorithm step": EVENTS + 1}
+    assert hung(spans) == {"dispatch epoch_end", "algorithm step"}
+
+
+def test_a_crash_while_a_handler_hangs_shows_where(start: Start, spans_in: SpansIn, tmp_path: Path) -> None:
+    """An error that nobody catches, with a handler hanging on another thread: its open span is in the file."""
+    path = tmp_path / "spans.jsonl"
+    process = start(CRASH, path)
+    _, logged = process.communicate(timeout=60)
+    spans = spans_in(path)
+
+    assert process.returncode == 1, logged
+    assert names_of(spans) == {"dispatch batch_end": EVENTS, "dispatch epoch_end": 1, "callback remote": 1}
+    assert hung(spans) == {"dispatch epoch_end", "callback remote"}
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
