@@ -174,7 +174,7 @@ def test_the_settings_come_from_the_standard_variables(monkeypatch: pytest.Monke
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "250")
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", " ")
 
-    assert QueueSettings.from_environment() == QueueSettings(65_536, 512, 0.25)
+    assert QueueSettings.from_environment() == QueueSettings(16_384, 512, 0.25)
 
 
 def test_records_and_the_users_spans_share_a_batch(collector: Any, make_spans: Callable[[int], Any]) -> None:
