@@ -32,7 +32,8 @@ class QueueSettings:
     """The bounds of a queue.
 
     Attributes:
-        max_queue_size: spans; beyond, the oldest are dropped. `OTEL_BSP_MAX_QUEUE_SIZE`, default 65,536.
+        max_queue_size: spans; beyond, the oldest are dropped, a 64th of them at once.
+            `OTEL_BSP_MAX_QUEUE_SIZE`, default 16,384.
         max_batch_size: spans for one export. `OTEL_BSP_MAX_EXPORT_BATCH_SIZE`, default 512.
         delay: seconds until what is queued is exported, if a batch does not fill before. `OTEL_BSP_SCHEDULE_DELAY`,
             which counts in milliseconds, default 1000.
@@ -49,7 +50,7 @@ class QueueSettings:
         Raises:
             ConfigurationError: one of them is no positive number, or the batch is larger than the queue.
         """
-        size = _positive("OTEL_BSP_MAX_QUEUE_SIZE", 65_536)
+        size = _positive("OTEL_BSP_MAX_QUEUE_SIZE", 16_384)
         batch = _positive("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", min(512, size))
         if batch > size:
             raise ConfigurationError(
@@ -139,16 +140,20 @@ class ExportWorker(SpanProcessor):
             self._hurry()
 
     def _hurry(self) -> None:
-        queue = self._queue
-        if self._thread is None or len(queue) > self._settings.max_queue_size:
-            with self._progress:
-                if self._thread is None:
-                    self._start()
-                if len(queue) > self._settings.max_queue_size:
+        """Wake the thread for a full batch; then stay out of the way until the queue is full, and make room."""
+        queue, settings = self._queue, self._settings
+        with self._progress:
+            if self._thread is None:
+                self._start()
+            if len(queue) > settings.max_queue_size:
+                # Some at once: this is the hot path, and behind a dead endpoint it comes by with every span.
+                room = max(1, settings.max_queue_size // 64)
+                for _ in range(room):
                     queue.popleft()
-                    self._pushed_out += 1
-        if len(queue) >= self._hurry_at and not self._wake.is_set():
-            self._wake.set()
+                self._pushed_out += room
+            if len(queue) >= settings.max_batch_size:
+                self._hurry_at = settings.max_queue_size + 1
+                self._wake.set()
 
     def on_end(self, span: ReadableSpan) -> None:
         """Queue a span of the SDK's, if it is sampled."""
@@ -216,6 +221,7 @@ class ExportWorker(SpanProcessor):
         while not self._closing:
             self._wake.wait(self._settings.delay)
             self._wake.clear()
+            self._hurry_at = self._settings.max_batch_size
             # What comes meanwhile waits for its own batch to fill.
             for _ in range(-(-len(self._queue) // self._settings.max_batch_size)):
                 self._export()
