@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from eventbus_engine.errors import ConfigurationError
 from eventbus_engine.logger import is_destination
 from eventbus_engine.time import Time, TimeUnit
+from eventbus_engine.training.device_timing import CudaClock, DeviceClock
 from eventbus_engine.training.state import PRECISIONS, Precision
 
 DURATION_UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECOND)
@@ -86,6 +87,18 @@ def check_device(given: Any, model: nn.Module) -> torch.device:
         return torch.device(given)
     except (RuntimeError, TypeError) as error:
         raise ConfigurationError(f"device={given!r} is no device; give 'cpu', 'cuda', 'cuda:1', 'mps' …") from error
+
+
+def check_cuda_timing(given: Any, device: torch.device) -> DeviceClock | None:
+    """The clock to time sections on the device with, None to leave that out."""
+    if not isinstance(given, bool):
+        raise ConfigurationError(f"cuda_timing={given!r}; give True or False")
+    if given and device.type != "cuda":
+        raise ConfigurationError(
+            f"cuda_timing=True times on a CUDA device, but this run is on {device}; leave it out there, or give "
+            f"cuda_timing=torch.cuda.is_available()"
+        )
+    return CudaClock() if given else None
 
 
 def check_precision(given: Any) -> Precision:

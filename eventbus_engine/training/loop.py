@@ -97,7 +97,7 @@ class TrainingLoop:
 
     async def _run_batch(self) -> bool:
         """Fetch the next batch and train on it; False if there is none."""
-        state, engine = self.state, self.engine
+        state, engine, timed = self.state, self.engine, self.tracing.timed
         async with engine.pair(Event.BEFORE_DATALOADER) as section:
             batch = await self.source.fetch(state.compute, state.device)
             if batch is EXHAUSTED:
@@ -110,7 +110,7 @@ class TrainingLoop:
         async with engine.pair(Event.BATCH_START):
             await self._train_batch()
             with self.tracing.section("optimizer"):
-                loss = await state.compute(_step, state)
+                loss = await state.compute(timed("optimizer", _step), state)
             if self.step_schedulers_every_batch:
                 await state.compute(_step_schedulers, state)
             state.timestamp = state.timestamp.to_next_batch(samples, tokens, duration=self._next_lap())
@@ -119,17 +119,17 @@ class TrainingLoop:
 
     async def _train_batch(self) -> None:
         """Forward, loss and backward, a microbatch at a time; the gradients add up to the whole batch's."""
-        state, engine = self.state, self.engine
+        state, engine, timed = self.state, self.engine, self.tracing.timed
         async with engine.pair(Event.BEFORE_TRAIN_BATCH):
             whole, total = state.batch, None
             microbatches = await state.compute(_begin_batch, state)
             for state.batch, weight in microbatches:
                 async with engine.pair(Event.BEFORE_FORWARD):
-                    state.outputs = await state.compute(_forward, state)
+                    state.outputs = await state.compute(timed("forward", _forward), state)
                 async with engine.pair(Event.BEFORE_LOSS):
-                    state.loss = await state.compute(_loss, state)
+                    state.loss = await state.compute(timed("loss", _loss), state)
                 async with engine.pair(Event.BEFORE_BACKWARD):
-                    total = await state.compute(_backward, state, weight, total)
+                    total = await state.compute(timed("backward", _backward), state, weight, total)
             state.batch, state.loss = whole, total
 
     async def _evaluate_if_due(self, unit: TimeUnit) -> None:

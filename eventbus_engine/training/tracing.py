@@ -6,9 +6,9 @@ One trace for a whole run would be exported when the run has ended, and be too l
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace as otel
@@ -18,11 +18,14 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from eventbus_engine.fanout import outcome_of
-from eventbus_engine.telemetry.spans import Activity, TracerSource
+from eventbus_engine.telemetry.spans import SCOPE, Activity, TracerSource
 from eventbus_engine.time import Time, TimeUnit
+from eventbus_engine.training.device_timing import DeviceClock, DeviceTiming
 from eventbus_engine.training.state import State
 
 __all__ = ["RunTracing", "Unit"]
+
+T = TypeVar("T")
 
 
 class Unit:
@@ -97,13 +100,15 @@ class RunTracing:
         tracers: the engine's.
         state: the run's, for its name and its timestamp.
         rank: of this process in a distributed job.
+        clock: of the device, to time on it what `timed` is given; None to leave that out.
     """
 
-    def __init__(self, tracers: TracerSource, state: State, rank: int = 0) -> None:
+    def __init__(self, tracers: TracerSource, state: State, rank: int = 0, clock: DeviceClock | None = None) -> None:
         self._tracers = tracers
         self._state = state
         self._rank = rank
         self._run: SpanContext | None = None
+        self._device = None if clock is None else DeviceTiming(clock)
 
     @contextmanager
     def run(self) -> Iterator[None]:
@@ -125,11 +130,13 @@ class RunTracing:
             yield
         finally:
             self._run = None
+            self._poll()
             otel_context.attach(outer)
 
     @contextmanager
     def unit(self, name: str) -> Iterator[Unit]:
         """A unit of work, the root of its own trace: `batch`, `epoch` or `eval`."""
+        self._poll()
         if self._tracers.get() is None:
             yield Unit(None)
             return
@@ -141,6 +148,17 @@ class RunTracing:
         links = [Link(self._run)] if self._run is not None else []
         with self._open(name, name, {**self._attributes(), **place}, links, root=True) as span:
             yield Unit(span, last)
+
+    def timed(self, name: str, function: Callable[..., T]) -> Callable[..., T]:
+        """The function, timed on the device if that was asked for."""
+        provider = self._tracers.provider if self._tracers.get() is not None else None
+        if self._device is None or provider is None:
+            return function
+        return self._device.timed(name, provider.get_tracer(SCOPE), function)
+
+    def _poll(self) -> None:
+        if self._device is not None:
+            self._device.poll()
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:

@@ -25,6 +25,7 @@ from eventbus_engine.time import Time
 from eventbus_engine.training.arguments import (
     DURATION_UNITS,
     INTERVAL_UNITS,
+    check_cuda_timing,
     check_device,
     check_duration,
     check_loggers,
@@ -90,6 +91,8 @@ class Trainer:
         step_schedulers_every_batch: step the schedulers after every batch instead.
         run_name: by default the time and a few random letters.
         tracer_provider: where spans go; OpenTelemetry's global provider by default.
+        cuda_timing: also make spans of what forward, loss, backward and the optimizer took on the CUDA device, which
+            their own spans, of the launches, do not show.
 
     Raises:
         ConfigurationError: an argument does not fit; it says which, and what would.
@@ -119,6 +122,7 @@ class Trainer:
         step_schedulers_every_batch: bool = False,
         run_name: str | None = None,
         tracer_provider: TracerProvider | None = None,
+        cuda_timing: bool = False,
     ) -> None:
         check_model(model, loss)
         source = BatchSource(train_dataloader, "train_dataloader")
@@ -146,7 +150,8 @@ class Trainer:
         if offload:
             # Plain `apply` computes, too; inline it needs no detour and sees the caller's own context.
             self.engine.offload = self.state.compute
-        self._tracing = RunTracing(self.engine.tracers, self.state)
+        clock = check_cuda_timing(cuda_timing, self.state.device)
+        self._tracing = RunTracing(self.engine.tracers, self.state, clock=clock)
         self._loop = TrainingLoop(
             self.state, self.engine, source, evaluators, interval, step_schedulers_every_batch, self._tracing
         )
