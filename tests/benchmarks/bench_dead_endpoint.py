@@ -109,13 +109,13 @@ def _timed(count: int) -> int:
     return time.perf_counter_ns() - started
 
 
-async def round_of_steps(engine: Engine[Any], count: int) -> float:
-    """Steps per second."""
-    started = time.perf_counter_ns()
+async def round_of_steps(engine: Engine[Any], count: int) -> tuple[float, float]:
+    """Seconds, of the clock and of the processor."""
+    started, worked = time.perf_counter(), time.process_time()
     for _ in range(STEPS):
         compute(count)
         await engine.run_event(Event.BATCH_END)
-    return STEPS * 1e9 / (time.perf_counter_ns() - started)
+    return time.perf_counter() - started, time.process_time() - worked
 
 
 def measure() -> Iterator[Row]:
@@ -132,14 +132,14 @@ def compare(kind: str, url: str, count: int) -> Iterator[Row]:
     provider = RecordingProvider([OtlpHttpExporter(url)])
     notes = [Note(number) for number in range(10)]
     off, on = Engine(algorithms=notes), Engine(algorithms=notes, tracer_provider=provider)
-    ratios: list[float] = []
+    ratios: list[tuple[float, float]] = []
 
     async def rounds() -> None:
         for number in range(ROUNDS):
             # Which of the two comes first changes, too: what a machine does to the second it does to both.
             first, second = (off, on) if number % 2 else (on, off)
-            speeds = {first: await round_of_steps(first, count), second: await round_of_steps(second, count)}
-            ratios.append(speeds[on] / speeds[off])
+            times = {first: await round_of_steps(first, count), second: await round_of_steps(second, count)}
+            ratios.append((times[on][0] / times[off][0], times[on][1] / times[off][1]))
 
     async def fill() -> None:
         for _ in range(10_000):
@@ -158,7 +158,9 @@ def compare(kind: str, url: str, count: int) -> Iterator[Row]:
     (report,) = provider.close(1)
     took = time.perf_counter() - started
     unexplained = report.recorded - report.delivered - report.failed - report.dropped
-    yield f"endpoint {kind}: untraced over traced throughput", 1 / statistics.median(ratios[1:]), "times", 1 / 0.95
+    wall, cpu = (statistics.median(both) for both in zip(*ratios[1:], strict=True))
+    yield f"endpoint {kind}: untraced over traced throughput", wall, "times", 1 / 0.95
+    yield f"endpoint {kind}: traced over untraced CPU", cpu, "times", None
     yield f"endpoint {kind}: memory of a full queue", full / 2**20, "MiB", None
     yield f"endpoint {kind}: grown by as much again", grown / 2**20, "MiB", 1
     yield f"endpoint {kind}: close(timeout=1)", took, "s", 1.5
