@@ -64,12 +64,13 @@ def is_last(unit: str, state: State) -> bool:
     False where only the end will tell: without a duration, with one in samples, tokens or seconds, or with a loader
     whose length is not known. An evaluation is the last if the training is over by then.
     """
-    now, end = state.timestamp, state.max_duration
+    # A hand-written loop may have a state of its own, without a duration.
+    now, end = state.timestamp, getattr(state, "max_duration", None)
     if not isinstance(end, Time):
         return False
     if unit == "eval":
         return now >= end
-    length = _length(state.train_dataloader)
+    length = _length(getattr(state, "train_dataloader", None))
     left = None if length is None else length - int(now.batch_in_epoch)
     if end.unit is TimeUnit.EPOCH:
         return int(now.epoch) + 1 >= int(end) and (unit == "epoch" or left == 1)

@@ -94,7 +94,8 @@ def test_a_root_in_which_something_failed_is_kept_whole(outcome: Outcome, where:
     """Wherever it was, whatever the failure; all of its spans say why they are there, in the order of their end."""
     setup = Setup()
     setup.run("ok", "ok")
-    setup.run("ok", *([outcome] if where == "child" else []), end=outcome if where == "root" else "ok")
+    failing: list[Outcome] = [outcome] if where == "child" else []
+    setup.run("ok", *failing, end=outcome if where == "root" else "ok")
 
     assert setup.names[0] == "algorithm a"
     assert setup.names[-1] == "batch"
