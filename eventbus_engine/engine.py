@@ -90,7 +90,8 @@ class Engine(Generic[StateT]):
         self._remembered: dict[tuple[EventName, tuple[int, ...]], Order] = {}
         self.tracers: TracerSource = TracerSource(tracer_provider)
         self.meters: MeterSource = MeterSource(self, meter_provider)
-        self._active: dict[Dispatch, Progress] = {}
+        self._active: set[Dispatch] = set()
+        self._progress: set[Progress] = set()
         self._opening: tuple[Dispatch, anyio.Event] | None = None
         self._close_timeout: float | None = None
         self._closers: set[anyio.Event] = set()
@@ -172,7 +173,7 @@ class Engine(Generic[StateT]):
 
     def in_flight(self) -> tuple[InFlight, ...]:
         """What it is executing now, in the order of its start. From any thread, and closed or not."""
-        return read_in_flight(tuple(self._active.values()), self._delivery.in_flight())
+        return read_in_flight(tuple(self._progress), self._delivery.in_flight())
 
     # --------------------------------------------------------------------------------------------------- publishing
 
@@ -236,7 +237,8 @@ class Engine(Generic[StateT]):
             span = tracer.open(event_template("dispatch", event))
             tracer = span.below(tracer)
         occasion = Occasion(envelope, state, self.logger, dispatch, tracer)
-        self._active[dispatch] = occasion.progress
+        self._active.add(dispatch)
+        self._progress.add(occasion.progress)
         occasion.progress.whole = span
         error: BaseException | None = None
         try:
@@ -247,7 +249,8 @@ class Engine(Generic[StateT]):
         finally:
             if span is not None:
                 span.end(outcome_of(error), error)
-            del self._active[dispatch]
+            self._active.discard(dispatch)
+            self._progress.discard(occasion.progress)
             if not self._active:
                 await self._fall_idle()
 
@@ -257,7 +260,7 @@ class Engine(Generic[StateT]):
             return
         awaited = self._delivery.running
         if self._report is None and self._closing is None:
-            awaited = awaited | self._active.keys()
+            awaited |= self._active
         if awaited.isdisjoint(dispatch.ancestors()):
             what = "is closed" if self._report is not None else "is closing"
             raise EngineClosedError(
@@ -374,7 +377,7 @@ class Engine(Generic[StateT]):
         dispatch = current_dispatch()
         if dispatch is None:
             return False
-        return not (self._active.keys() | self._delivery.running).isdisjoint([dispatch, *dispatch.ancestors()])
+        return not (self._active | self._delivery.running).isdisjoint([dispatch, *dispatch.ancestors()])
 
     async def _fall_idle(self) -> None:
         """The last event is done: whoever waits for that may close, or it was closed from inside and closes now."""
