@@ -66,10 +66,9 @@ async def test_elapsed_grows_while_a_handler_runs() -> None:
         await started.wait()
         first, second = engine.in_flight()[-1], engine.in_flight()[-1]
         go_on.set()
-
-    assert first.started_ns == second.started_ns
-    assert 0 <= first.elapsed < second.elapsed
-    assert first.thread == threading.get_ident()
+        assert first.started_ns == second.started_ns
+        assert 0 <= first.elapsed < second.elapsed
+        assert first.thread == threading.get_ident()
 
 
 @pytest.mark.anyio
@@ -109,9 +108,8 @@ async def test_what_outlives_the_closing_is_named() -> None:
         report = await engine.close(timeout=0)
         left = told(engine.in_flight())
         go_on.set()
-
-    assert report.in_flight == ("BATCH_END",)
-    assert left == [("dispatch", "BATCH_END", "BATCH_END"), ("callback", "remote", "BATCH_END")]
+        assert report.in_flight == ("BATCH_END",)
+        assert left == [("dispatch", "BATCH_END", "BATCH_END"), ("callback", "remote", "BATCH_END")]
 
 
 @pytest.mark.anyio
