@@ -193,7 +193,7 @@ class TracerSource:
 
     def get(self) -> EngineTracer | None:
         """The tracer to use now, None while no provider is configured."""
-        provider = self.provider
+        provider = self._own if self._own is not None else current_provider()
         if provider is not self._known:
             self._known = provider
             self._tracer = None
