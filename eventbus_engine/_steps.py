@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Generator
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
-__all__ = ["FirstStep", "Rest", "leave_loop", "need_loop", "steps_of", "without_loop"]
+import anyio
+
+__all__ = ["FirstStep", "Rest", "current_task_id", "leave_loop", "need_loop", "steps_of", "without_loop"]
 
 T = TypeVar("T")
 
@@ -24,6 +27,15 @@ async def need_loop() -> None:
     if without_loop.get():
         without_loop.set(False)
         await _Suspension()
+
+
+def current_task_id() -> int:
+    """The id by which anyio knows the current task, at a seventh of its price where that is asyncio's."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        task = None
+    return anyio.get_current_task().id if task is None else id(task)
 
 
 class _Suspension:

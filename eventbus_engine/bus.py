@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Iterable
 from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias
@@ -14,7 +14,8 @@ from eventbus_engine._options import accepts, function_name, is_async_callable
 from eventbus_engine.envelope import Envelope, current, current_dispatch, current_envelope
 from eventbus_engine.errors import ConfigurationError, HandlerTypeError, SyncUsageError, UnknownEventError
 from eventbus_engine.event import EventName, resolve_event
-from eventbus_engine.fanout import ENVELOPE, Handler, Occasion, raise_failures, run_fanout
+from eventbus_engine.fanout import begin_fanout
+from eventbus_engine.handlers import ENVELOPE, Handler, Occasion, raise_failures
 from eventbus_engine.lanes import Dispatch, Lanes
 from eventbus_engine.trace import Traces
 
@@ -77,9 +78,12 @@ class EventBus:
     def __init__(self, middleware: tuple[Middleware, ...] | list[Middleware] = ()) -> None:
         self._middleware: list[Middleware] = []
         self._subscriptions: tuple[Subscription, ...] = ()
+        # By the identity of an event: the event, its subscriptions, and their handlers if nothing else is to be asked.
+        self._wanted: dict[int, tuple[EventName, list[Subscription], list[Handler] | None]] = {}
         self._lanes = Lanes()
         self._terminal = _Terminal(self)
         self._entry: CallNext = self._terminal
+        self._hears: Callable[[EventName], bool] = _never
         for one in middleware:
             self.use(one)
 
@@ -103,6 +107,8 @@ class EventBus:
         for one in reversed(self._middleware):
             entry = _ForeignLink(one, entry) if _attachment(one) is None else _Link(one, entry)
         self._entry = entry
+        hearers = [_always if _attachment(one) is None else one._hears for one in self._middleware]  # type: ignore[attr-defined]
+        self._hears = hearers[0] if len(hearers) == 1 else lambda event: any(hears(event) for hears in hearers)
 
     def subscribe(
         self,
@@ -131,6 +137,7 @@ class EventBus:
             raise HandlerTypeError(f"when={when!r} has to be a plain function (envelope) -> bool")
         subscription = Subscription(self, handler, tuple(self.resolve(event) for event in events), once, when)
         self._subscriptions = (*self._subscriptions, subscription)
+        self._wanted.clear()
         return subscription
 
     def resolve(self, event: EventName | str) -> EventName:
@@ -180,7 +187,6 @@ class EventBus:
             event = self.resolve(event)
         elif not isinstance(event, EventName):
             raise UnknownEventError(f"{event!r} is no event; publish a member of an EventName subclass")
-        envelope = Envelope(event, payload, state, key)
         lane = _lane_of(key) if key is not None else id(state) if state is not None else None
         parent = current.get()
         if parent is not None and parent.apart:
@@ -188,16 +194,23 @@ class EventBus:
                 f"{event.name} was published by a background callback of engine.sync, on a thread of its own beside "
                 f"the engine's events; publish it from an inline callback, or run the engine on an event loop"
             )
+        used = self._lanes.used
+        if not self._subscriptions and lane not in used and not self._hears(event):
+            return {}
+        envelope = Envelope(event, payload, state, key)
         dispatch = Dispatch(envelope, parent, lane, self._lanes)
-        if lane is not None:
-            await self._lanes.enter(dispatch)
+        if lane is not None and used.setdefault(lane, dispatch) is not dispatch and not self._lanes.join(dispatch):
+            await self._lanes.wait(dispatch)
         token = current.set(dispatch)
         try:
             return await self._entry(envelope)
         finally:
             dispatch.running = False
             if lane is not None:
-                self._lanes.leave(dispatch)
+                if used[lane] is dispatch:
+                    del used[lane]
+                else:
+                    self._lanes.leave(dispatch)
             current.reset(token)
 
     async def expect(self, event: EventName | str, timeout: float = math.inf) -> Envelope:
@@ -226,14 +239,26 @@ class EventBus:
 
     def _drop(self, subscription: Subscription) -> None:
         self._subscriptions = tuple(known for known in self._subscriptions if known is not subscription)
+        self._wanted.clear()
 
     def _handlers_for(self, envelope: Envelope) -> list[Handler]:
         """The subscribers of an event, in the order of their subscribing; drops those that wanted only one."""
-        found: list[Handler] = []
-        for subscription in self._subscriptions:
+        event = envelope.event
+        wanted = self._wanted.get(id(event))
+        if wanted is None:
             # By identity: members of two vocabularies may share a value.
-            if subscription.events and not any(event is envelope.event for event in subscription.events):
-                continue
+            subscriptions = [
+                one for one in self._subscriptions if not one.events or any(e is event for e in one.events)
+            ]
+            always = all(one.when is None and not one.once for one in subscriptions)
+            handlers = [one.handler for one in subscriptions] if always else None
+            wanted = self._wanted[id(event)] = event, subscriptions, handlers
+        _, subscriptions, handlers = wanted
+        return self._choose(subscriptions, envelope) if handlers is None else handlers
+
+    def _choose(self, subscriptions: Iterable[Subscription], envelope: Envelope) -> list[Handler]:
+        found: list[Handler] = []
+        for subscription in subscriptions:
             try:
                 if subscription.when is not None and not subscription.when(envelope):
                     continue
@@ -255,6 +280,14 @@ def _lane_of(key: Hashable) -> Hashable:
             f"key={key!r} cannot name a lane: it is not hashable; use a string or a number"
         ) from error
     return ("key", key)
+
+
+def _always(_: EventName) -> bool:
+    return True
+
+
+def _never(_: EventName) -> bool:
+    return False
 
 
 def _raise(error: Exception, _: Envelope) -> None:
@@ -312,7 +345,11 @@ class _Terminal:
 
     async def __call__(self, envelope: Envelope) -> Traces:
         handlers = self.handlers_for(envelope)
-        if handlers:
-            occasion = Occasion(envelope, envelope.state, None, current_dispatch())
-            raise_failures(await run_fanout(handlers, occasion), envelope.event)
+        if not handlers:
+            return {}
+        occasion = Occasion(envelope, envelope.state, None, current_dispatch())
+        if (fan := begin_fanout(handlers, occasion)) is not None:
+            if fan.unfinished:
+                await fan.run_async()
+            raise_failures(fan.failures(), envelope.event)
         return {}

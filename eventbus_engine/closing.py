@@ -15,7 +15,8 @@ from eventbus_engine.callback import overrides
 from eventbus_engine.delivery import Delivery
 from eventbus_engine.destinations import drain
 from eventbus_engine.errors import HandlerTimeoutError
-from eventbus_engine.fanout import HOOK, Handler, Occasion, run_fanout
+from eventbus_engine.fanout import run_fanout
+from eventbus_engine.handlers import HOOK, Handler, Occasion
 from eventbus_engine.logger import Logger, Pending
 from eventbus_engine.participants import CallbackEntry
 

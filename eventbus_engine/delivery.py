@@ -17,8 +17,8 @@ from anyio.abc import TaskGroup
 from eventbus_engine._steps import leave_loop
 from eventbus_engine.envelope import context_of
 from eventbus_engine.errors import ConfigurationError, SyncUsageError
-from eventbus_engine.fanout import ENVELOPE, HOOK, Handler, Occasion, Owner, add_note, run_fanout
-from eventbus_engine.in_flight import Progress
+from eventbus_engine.fanout import run_fanout
+from eventbus_engine.handlers import ENVELOPE, HOOK, Handler, Occasion, Owner, add_note
 from eventbus_engine.lanes import Dispatch, Waiter
 from eventbus_engine.snapshot import take_snapshot
 
@@ -59,7 +59,7 @@ class Mailbox:
         dropped: events it will never see to the end: the mailbox was full, the callback would not open or was
             dropped from the run, or the engine closed.
         running: the delivery in progress.
-        progress: how far it has come.
+        occasion: the event of that.
         stopped: whether it takes and delivers nothing any more.
     """
 
@@ -70,7 +70,7 @@ class Mailbox:
         self.failed: int = 0
         self.dropped: int = 0
         self.running: set[Dispatch] = set()
-        self.progress: Progress | None = None
+        self.occasion: Occasion | None = None
         self._items: deque[_Item] = deque()
         self._put_in = self._taken_out = 0
         self._blocked: deque[tuple[int, Waiter]] = deque()
@@ -155,7 +155,7 @@ class Mailbox:
         entry, done = self.entry, None
         self._current = item
         self.running.add(item.dispatch)
-        self.progress = item.occasion.progress
+        self.occasion = item.occasion
         try:
             if not entry.opened and not entry.quarantined and (opener := entry.opener()) is not None:
                 await self._call(opener, item.occasion.untraced())
@@ -163,7 +163,7 @@ class Mailbox:
                 done = await self._call(item.hook, item.occasion)
         finally:
             self.running.clear()
-            self.progress = None
+            self.occasion = None
             # On a thread of its own it stays the current one for whatever the hook leaves behind there.
             item.dispatch.running = item.dispatch.apart
         if self._current is None:
@@ -230,7 +230,15 @@ def _asynchronous(handler: Handler) -> Handler:
         result = handler.call(*arguments)
         return await result if isinstance(result, Awaitable) else result
 
-    return Handler(handler.name, call, handler.takes, is_async=True, timeout=handler.timeout, owner=handler.owner)
+    return Handler(
+        handler.name,
+        call,
+        handler.takes,
+        is_async=True,
+        timeout=handler.timeout,
+        owner=handler.owner,
+        heeded=handler.heeded,
+    )
 
 
 class Delivery:
@@ -252,10 +260,10 @@ class Delivery:
         """The deliveries in progress, unless they have outlived the closing."""
         return {d for mailbox in self.mailboxes.values() if not mailbox.stopped for d in mailbox.running}
 
-    def in_flight(self) -> list[Progress]:
+    def in_flight(self) -> list[Occasion]:
         """The deliveries in progress, those that have outlived the closing as well. From any thread."""
-        found = (mailbox.progress for mailbox in tuple(self.mailboxes.values()))
-        return [progress for progress in found if progress is not None]
+        found = (mailbox.occasion for mailbox in tuple(self.mailboxes.values()))
+        return [occasion for occasion in found if occasion is not None]
 
     async def __aenter__(self) -> Self:
         if self._group is not None:
@@ -384,4 +392,6 @@ def _address(hook: Handler, occasion: Occasion, size: int, *, apart: bool) -> _I
     dispatch = Dispatch(envelope, None, None, _dispatch_of(occasion).lanes, apart=apart)
     context = context_of(dispatch)
     context.run(leave_loop)
-    return _Item(hook, Occasion(envelope, snapshot, bound, dispatch, occasion.tracer, context), dispatch, size)
+    theirs = Occasion(envelope, snapshot, bound, dispatch, occasion.tracer)
+    theirs.context = context
+    return _Item(hook, theirs, dispatch, size)

@@ -8,7 +8,7 @@ from typing import Any
 
 import anyio
 
-from eventbus_engine.fanout import HOOK, Handler
+from eventbus_engine.handlers import HOOK, Handler
 from eventbus_engine.logger import Logger, Pending
 from eventbus_engine.participants import CallbackEntry
 

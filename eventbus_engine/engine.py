@@ -11,7 +11,6 @@ import anyio
 from opentelemetry.trace import TracerProvider
 from typing_extensions import TypeVar
 
-from eventbus_engine._options import read_option
 from eventbus_engine._steps import need_loop
 from eventbus_engine.bus import CallNext, EventBus
 from eventbus_engine.closing import CloseReport, close_participants, closing_engine
@@ -19,19 +18,21 @@ from eventbus_engine.delivery import Delivery
 from eventbus_engine.envelope import Envelope, current_dispatch
 from eventbus_engine.errors import ConfigurationError, EngineClosedError
 from eventbus_engine.event import Event, EventName, resolve_event
-from eventbus_engine.fanout import Handler, Occasion, outcome_of, raise_failures, run_fanout
-from eventbus_engine.in_flight import InFlight, Progress, read_in_flight
+from eventbus_engine.fanout import begin_fanout, run_fanout
+from eventbus_engine.handlers import Handler, Occasion, outcome_of, raise_failures
+from eventbus_engine.in_flight import InFlight, read_in_flight
 from eventbus_engine.lanes import Dispatch
 from eventbus_engine.logger import Logger
 from eventbus_engine.pair import Pair
-from eventbus_engine.participants import AlgorithmEntry, Participants
+from eventbus_engine.participants import Participants
 from eventbus_engine.passes import AlgorithmPass
-from eventbus_engine.plan import Order, PassesArgument, Plan, arrange, collect_passes, insert_pass
+from eventbus_engine.plan import PassesArgument, Plan, arrange, collect_passes, insert_pass
+from eventbus_engine.roster import DEFAULT_PASSES, Roster
 from eventbus_engine.sequence import Offload, matches, run_algorithms
-from eventbus_engine.stages import merge_traces, run_callbacks
+from eventbus_engine.stages import finish_callbacks, merge_traces, only_inline, run_callbacks
 from eventbus_engine.sync import SyncEngine
 from eventbus_engine.telemetry.meters import MeterSource
-from eventbus_engine.telemetry.spans import Activity, TracerSource, event_template
+from eventbus_engine.telemetry.spans import TracerSource, event_template
 from eventbus_engine.trace import Traces
 
 if TYPE_CHECKING:
@@ -84,23 +85,17 @@ class Engine(Generic[StateT]):
         self.events = events
         self.algorithm_passes: list[AlgorithmPass] = collect_passes(algorithm_passes)
         self.offload: Offload | None = None
-        self._given = {"algorithms": list(algorithms), "callbacks": list(callbacks)}
-        self._state_checked: Any = self._given
-        self._theirs: set[str] = set()
-        self._remembered: dict[tuple[EventName, tuple[int, ...]], Order] = {}
         self.tracers: TracerSource = TracerSource(tracer_provider)
         self.meters: MeterSource = MeterSource(self, meter_provider)
-        self._active: set[Dispatch] = set()
-        self._progress: set[Progress] = set()
+        self._active: dict[Dispatch, Occasion] = {}
         self._opening: tuple[Dispatch, anyio.Event] | None = None
         self._close_timeout: float | None = None
         self._closers: set[anyio.Event] = set()
         self._closing: anyio.Event | None = None
         self._report: CloseReport | None = None
         self._delivery = Delivery()
-        self._own_logger = logger is None
         self.logger: Any = Logger(state) if logger is None else logger
-        self._participants = self._gather(None)
+        self._roster = Roster(self, algorithms, callbacks, own_logger=logger is None)
         self._bus: EventBus | None = None
         if bus is not None:
             bus.use(self)
@@ -123,40 +118,6 @@ class Engine(Generic[StateT]):
         """Whether it takes no more events."""
         return self._close_timeout is not None
 
-    def _live(self, kind: str) -> Sequence[Any]:
-        """The participants of a kind now: the state's own list where it has one, else the constructor's."""
-        if self._state_checked is not self.state:
-            self._state_checked = self.state
-            self._theirs = {k for k in self._given if isinstance(read_option(self.state, k, None), Sequence)}
-        given = self._given[kind]
-        if kind not in self._theirs:
-            return given
-        theirs: Sequence[Any] = getattr(self.state, kind)
-        if given:
-            raise ConfigurationError(
-                f"{kind} were given to the engine, and its state has {kind} of its own; pass them in one place"
-            )
-        return theirs
-
-    def _gather(self, before: Participants | None) -> Participants:
-        algorithms, callbacks = self._live("algorithms"), self._live("callbacks")
-        if self._own_logger:
-            self.logger.follow(callbacks, before.seen_callbacks if before is not None else ())
-        return Participants(algorithms, callbacks, self._destinations(), self.events, before)
-
-    def _destinations(self) -> Sequence[Any]:
-        """The destinations of the logger now."""
-        if isinstance(self.logger, Logger):
-            return self.logger.destinations
-        listed = read_option(self.logger, "destinations", ())
-        return listed if isinstance(listed, Sequence) else ()
-
-    def _current_participants(self) -> Participants:
-        if self._participants.changed(self._live("algorithms"), self._live("callbacks"), self._destinations()):
-            self._participants = self._gather(self._participants)
-            self._remembered.clear()
-        return self._participants
-
     def register_pass(self, algorithm_pass: AlgorithmPass, index: int = -1) -> None:
         """Add a pass, after the others unless given an index.
 
@@ -164,7 +125,6 @@ class Engine(Generic[StateT]):
             ConfigurationError: it cannot be called.
         """
         insert_pass(self.algorithm_passes, algorithm_pass, index)
-        self._remembered.clear()
 
     @functools.cached_property
     def sync(self) -> SyncEngine:
@@ -173,7 +133,7 @@ class Engine(Generic[StateT]):
 
     def in_flight(self) -> tuple[InFlight, ...]:
         """What it is executing now, in the order of its start. From any thread, and closed or not."""
-        return read_in_flight(tuple(self._progress), self._delivery.in_flight())
+        return read_in_flight(tuple(self._active.values()), self._delivery.in_flight())
 
     # --------------------------------------------------------------------------------------------------- publishing
 
@@ -193,8 +153,8 @@ class Engine(Generic[StateT]):
             CallbackErrors: callbacks raised.
             Exception: whatever an algorithm raised, with the traces so far as `exc.traces`.
         """
-        member = resolve_event(event, self.events)
-        return await self.bus.publish(member, state=self.state if state is None else state)
+        member = event if type(event) is self.events else resolve_event(event, self.events)
+        return await (self._bus or self.bus).publish(member, state=self.state if state is None else state)
 
     def pair(self, event: EventName | str, state: Any = None) -> Pair:
         """Publish both halves of a pair around a block of code, the second only if the block succeeded.
@@ -212,7 +172,7 @@ class Engine(Generic[StateT]):
     def explain(self, event: EventName | str, state: Any = None) -> Plan:
         """What would run on an event, in which order, and who decided so. Runs nothing but the matches and passes."""
         member = resolve_event(event, self.events)
-        entries = self._current_participants().algorithms
+        entries = self._roster.now().algorithms
         about = self.state if state is None else state
         matched = [entry for entry in entries if matches(entry, member, about)]
         order = arrange(matched, member, self.algorithm_passes, entries)
@@ -223,6 +183,18 @@ class Engine(Generic[StateT]):
 
     # ------------------------------------------------------------------------------------------------------ running
 
+    def _hears(self, event: EventName) -> bool:
+        """Whether an event makes any difference to it: if not, and nobody else hears it, there is nothing to do."""
+        if type(event) is not self.events:
+            return False
+        if event in self._roster.latest.heard or self._close_timeout is not None:
+            return True
+        if self.meters.around(self.tracers.get()) is not None:
+            return True
+        participants = self._roster.now()
+        # A pass may add an algorithm.
+        return event in participants.heard or not participants.all_opened or self.algorithm_passes != DEFAULT_PASSES
+
     async def __call__(self, envelope: Envelope, call_next: CallNext) -> Traces:
         """Handle one event of a bus, as its middleware."""
         event = envelope.event
@@ -230,68 +202,55 @@ class Engine(Generic[StateT]):
             return await call_next(envelope)
         dispatch = current_dispatch()
         assert dispatch is not None  # noqa: S101 -- the bus has set it
-        self._admit(dispatch)
-        state = self.state if envelope.state is None else envelope.state
+        if self._close_timeout is not None:
+            self._admit(dispatch)
         tracer, span = self.meters.around(self.tracers.get()), None
         if tracer is not None:
             span = tracer.open(event_template("dispatch", event))
             tracer = span.below(tracer)
-        occasion = Occasion(envelope, state, self.logger, dispatch, tracer)
-        self._active.add(dispatch)
-        self._progress.add(occasion.progress)
-        occasion.progress.whole = span
+        state = self.state if envelope.state is None else envelope.state
+        self._active[dispatch] = occasion = Occasion(envelope, state, self.logger, dispatch, tracer)
+        occasion.whole = span
         error: BaseException | None = None
         try:
-            return await self._handle(dispatch, occasion, envelope, call_next, span)
+            participants = self._roster.now()
+            if not participants.all_opened:
+                await self._open(participants, occasion, dispatch)
+            if event == "init":
+                others = await run_callbacks(participants, occasion, envelope, call_next, self._delivery)
+                traces = await run_algorithms(participants.algorithms, self._roster.order, occasion, span, self.offload)
+                return merge_traces(traces, others)
+            traces = {}
+            if participants.algorithms or self.algorithm_passes != DEFAULT_PASSES:
+                traces = await run_algorithms(participants.algorithms, self._roster.order, occasion, span, self.offload)
+            handlers = only_inline(participants, envelope, call_next)
+            if handlers is None:
+                others = await run_callbacks(participants, occasion, envelope, call_next, self._delivery, traces)
+                return merge_traces(traces, others)
+            if (fan := begin_fanout(handlers, occasion)) is not None:
+                await finish_callbacks(fan, participants, traces)
+            return traces
         except BaseException as raised:
             error = raised
             raise
         finally:
             if span is not None:
                 span.end(outcome_of(error), error)
-            self._active.discard(dispatch)
-            self._progress.discard(occasion.progress)
-            if not self._active:
+            del self._active[dispatch]
+            if self._close_timeout is not None and not self._active:
                 await self._fall_idle()
 
     def _admit(self, dispatch: Dispatch) -> None:
         """Refuse an event for a closed engine. What it still waits for, an event or a delivery, may publish."""
-        if not self.closed:
-            return
         awaited = self._delivery.running
         if self._report is None and self._closing is None:
-            awaited |= self._active
+            awaited |= self._active.keys()
         if awaited.isdisjoint(dispatch.ancestors()):
             what = "is closed" if self._report is not None else "is closing"
             raise EngineClosedError(
                 f"{dispatch.what.event.name} was published, but the engine {what}; publish before close(), or make "
                 f"a new Engine"
             )
-
-    async def _handle(
-        self, dispatch: Dispatch, occasion: Occasion, envelope: Envelope, call_next: CallNext, span: Activity | None
-    ) -> Traces:
-        participants = self._current_participants()
-        if not participants.all_opened:
-            await self._open(participants, occasion, dispatch)
-        if occasion.event.value == "init":
-            others = await run_callbacks(participants, occasion, envelope, call_next, self._delivery)
-            traces = await run_algorithms(participants.algorithms, self._arrange, occasion, span, self.offload)
-        else:
-            traces = await run_algorithms(participants.algorithms, self._arrange, occasion, span, self.offload)
-            others = await run_callbacks(participants, occasion, envelope, call_next, self._delivery, traces)
-        return merge_traces(traces, others)
-
-    def _arrange(self, matched: list[AlgorithmEntry], event: EventName) -> Order:
-        """The order of these algorithms, from memory where every pass depends on nothing else."""
-        if not all(getattr(algorithm_pass, "pure", False) is True for algorithm_pass in self.algorithm_passes):
-            return arrange(matched, event, self.algorithm_passes, self._participants.algorithms)
-        key = event, tuple(id(entry) for entry in matched)
-        order = self._remembered.get(key)
-        if order is None:
-            order = arrange(matched, event, self.algorithm_passes, self._participants.algorithms)
-            self._remembered[key] = order
-        return order
 
     async def _open(self, participants: Participants, occasion: Occasion, dispatch: Dispatch) -> None:
         """Open the callbacks that have not been, all at once; events of other lanes wait for it."""
@@ -360,7 +319,7 @@ class Engine(Generic[StateT]):
         if self._report is None:
             self._closing = anyio.Event()
             report = CloseReport(in_flight=tuple(sorted(dispatch.what.event.name for dispatch in self._active)))
-            entries = [*self._participants.entries, *self._participants.departed]
+            entries = [*self._roster.latest.entries, *self._roster.latest.departed]
             inside = closing_engine.set(self)
             try:
                 await close_participants(self, report, entries, self._delivery, deadline)
@@ -377,7 +336,7 @@ class Engine(Generic[StateT]):
         dispatch = current_dispatch()
         if dispatch is None:
             return False
-        return not (self._active | self._delivery.running).isdisjoint([dispatch, *dispatch.ancestors()])
+        return not (self._active.keys() | self._delivery.running).isdisjoint([dispatch, *dispatch.ancestors()])
 
     async def _fall_idle(self) -> None:
         """The last event is done: whoever waits for that may close, or it was closed from inside and closes now."""

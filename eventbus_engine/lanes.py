@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 import anyio
 
-from eventbus_engine._steps import need_loop, without_loop
+from eventbus_engine._steps import current_task_id, need_loop, without_loop
 from eventbus_engine.errors import DeadlockError, SyncUsageError
 
 __all__ = ["Dispatch", "Lanes"]
@@ -65,7 +65,7 @@ class Dispatch:
         """
         await need_loop()
         if self.task_id is None:
-            self.task_id = anyio.get_current_task().id
+            self.task_id = current_task_id()
 
 
 class Busy(Protocol):
@@ -90,7 +90,7 @@ class Waiter:
         self.behind: Busy = behind
         self.dispatch: Dispatch = dispatch
         self.what: str = what
-        self.task_id: int = anyio.get_current_task().id
+        self.task_id: int = current_task_id()
         self.ready: anyio.Event = anyio.Event()
         self.granted: bool = False
 
@@ -135,42 +135,60 @@ class Lane:
 
 
 class Lanes:
-    """The lanes in use on one bus."""
+    """The lanes in use on one bus.
+
+    A dispatch that is alone on its lane puts itself into `used` and takes itself out again.
+
+    Attributes:
+        used: by key, the dispatch that is alone on a lane, or who is on it and who waits.
+        relayed: the id of each task that a relay has started, to that of the task which waits for it.
+    """
 
     def __init__(self) -> None:
-        self._lanes: dict[Hashable, Lane] = {}
+        self.used: dict[Hashable, Dispatch | Lane] = {}
+        self.relayed: dict[int, int] = {}
 
     def __len__(self) -> int:
-        return len(self._lanes)
+        return len(self.used)
 
     @property
     def waiting(self) -> int:
         """The dispatches whose turn is to come. May be read from any thread."""
-        return sum(len(lane.waiters) for lane in list(self._lanes.values()))
+        return sum(len(lane.waiters) for lane in list(self.used.values()) if isinstance(lane, Lane))
 
-    async def enter(self, dispatch: Dispatch) -> None:
-        """Take the lane, at once if the dispatch is nested in one that has it, or wait behind those that came before.
+    def join(self, dispatch: Dispatch) -> bool:
+        """Go on a lane in use, if the dispatch is nested in one that has it; False if it has to wait."""
+        if dispatch.parent is not None:
+            lane = self._lane(dispatch)
+            if any(ancestor in lane.running for ancestor in dispatch.ancestors()):
+                lane.running.add(dispatch)
+                return True
+        return False
+
+    def _lane(self, dispatch: Dispatch) -> Lane:
+        """The lane of a dispatch that is not alone on it."""
+        holder = self.used[dispatch.lane]
+        if isinstance(holder, Lane):
+            return holder
+        lane = self.used[dispatch.lane] = Lane(holder)
+        return lane
+
+    async def wait(self, dispatch: Dispatch) -> None:
+        """Take the lane behind those that came before.
 
         Raises:
             DeadlockError: if whoever has the lane waits, however indirectly, for this dispatch to finish.
         """
-        lane = self._lanes.get(dispatch.lane)
-        if lane is None:
-            self._lanes[dispatch.lane] = Lane(dispatch)
-            return
-        ancestors = list(dispatch.ancestors())
-        if any(ancestor in lane.running for ancestor in ancestors):
-            lane.running.add(dispatch)
-            return
         if without_loop.get():
             raise SyncUsageError(
                 f"{_describe(dispatch)} was published by engine.sync while an event of it is being handled on an event "
                 f"loop, which this call would block; await engine.run_event(...) there"
             )
+        lane = self._lane(dispatch)
         waiter = Waiter(lane, dispatch)
         lane.waiters[waiter] = None
         try:
-            await waiter.wait(ancestors)
+            await waiter.wait(list(dispatch.ancestors()))
         except BaseException:
             if waiter.granted:
                 self.leave(dispatch)
@@ -179,8 +197,9 @@ class Lanes:
             raise
 
     def leave(self, dispatch: Dispatch) -> None:
-        """Once all that ran on the lane are done, hand it to the next in the queue; without one it vanishes."""
-        lane = self._lanes[dispatch.lane]
+        """Leave a lane that others are or were on too: the last hands it to the next in the queue, or it vanishes."""
+        lane = self.used[dispatch.lane]
+        assert isinstance(lane, Lane)  # noqa: S101 -- or this dispatch would be alone on it
         lane.running.remove(dispatch)
         if lane.running:
             return
@@ -190,7 +209,7 @@ class Lanes:
             waiter.granted = True
             waiter.ready.set()
         else:
-            del self._lanes[dispatch.lane]
+            del self.used[dispatch.lane]
 
 
 HoldsUp: TypeAlias = Callable[[int, "int | None"], bool]
@@ -205,7 +224,7 @@ def _refuse_deadlock(waiter: Waiter, ancestors: Sequence[Dispatch]) -> None:
     """
     # Thousands of tasks take their time to be read, so they are only if there is a cycle but for that question.
     if _find_cycle(waiter, ancestors, lambda *_: True):
-        chain = _find_cycle(waiter, ancestors, _TaskTree().holds_up)
+        chain = _find_cycle(waiter, ancestors, _TaskTree(waiter.dispatch.lanes.relayed).holds_up)
         if chain:
             raise DeadlockError(
                 f"these dispatches wait for each other and would never end: {'; '.join(chain)}. Publish the inner "
@@ -243,10 +262,11 @@ def _chain(end: Dispatch, reached: Mapping[Dispatch, tuple[Waiter, Dispatch | No
 
 
 class _TaskTree:
-    """Which tasks a task cannot end before, as far as task groups tell."""
+    """Which tasks a task cannot end before, as far as task groups and relays tell."""
 
-    def __init__(self) -> None:
+    def __init__(self, relayed: dict[int, int]) -> None:
         self._parents = {task.id: task.parent_id for task in anyio.get_running_tasks()}
+        self._parents.update(relayed)
 
     def holds_up(self, task_id: int, ancestor_id: int | None) -> bool:
         """Whether a task is another one or was started in a task group of it, directly or not."""

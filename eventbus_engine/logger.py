@@ -13,7 +13,7 @@ import anyio
 
 from eventbus_engine._options import MISSING, is_async_callable, name_of, own_method
 from eventbus_engine.callback import Callback, OnError, unwrap
-from eventbus_engine.fanout import add_note
+from eventbus_engine.handlers import add_note
 from eventbus_engine.trace import batches_done
 
 if TYPE_CHECKING:
@@ -137,18 +137,24 @@ class Logger:
     Args:
         state: the state whose `timestamp.batch` is the default step. May be None.
         destinations: `LoggerDestination`s, or objects with the same methods.
+
+    Attributes:
+        destinations: where records go, in order; `add_destination` adds to them.
+        version: changes with them.
     """
 
     def __init__(self, state: Any = None, destinations: Iterable[Any] = ()) -> None:
         self._state = state
         self._ports: dict[int, _Port] = {}
         self.destinations: list[Any] = []
+        self.version: int = 0
         for destination in destinations:
             self.add_destination(destination)
 
     def add_destination(self, destination: Any) -> None:
         """Send the records from now on to this destination too; once is enough."""
         if not any(known is destination for known in self.destinations):
+            self.version += 1
             self.destinations.append(destination)
             self._ports.setdefault(id(destination), _Port(destination))
 
@@ -159,6 +165,7 @@ class Logger:
         """
         staying = list(callbacks)
         left = {id(callback) for callback in before} - {id(callback) for callback in staying}
+        self.version += bool(left)
         # In place: loggers bound to other states share the list.
         self.destinations[:] = [destination for destination in self.destinations if id(destination) not in left]
         for callback in staying:
@@ -216,7 +223,7 @@ class Logger:
     def bound_to(self, state: Any) -> Logger:
         """A logger with the same destinations whose default step is another state's, for a background snapshot."""
         other = Logger.__new__(Logger)
-        other._state, other._ports, other.destinations = state, self._ports, self.destinations
+        other._state, other._ports, other.destinations, other.version = state, self._ports, self.destinations, -1
         return other
 
     def _step(self, step: int | None) -> int | None:

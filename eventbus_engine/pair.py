@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from eventbus_engine.errors import ConfigurationError
 from eventbus_engine.event import EventName
-from eventbus_engine.fanout import outcome_of
+from eventbus_engine.handlers import outcome_of
 from eventbus_engine.telemetry.spans import Activity, TracerSource, event_template
 from eventbus_engine.trace import Traces
 

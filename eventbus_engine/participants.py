@@ -6,7 +6,8 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 from eventbus_engine._options import (
     free_name,
@@ -30,7 +31,7 @@ from eventbus_engine.callback import (
 )
 from eventbus_engine.errors import CallbackInUseError, ConfigurationError, HandlerTypeError
 from eventbus_engine.event import EventName, resolve_event
-from eventbus_engine.fanout import EVENT, HOOK, Handler
+from eventbus_engine.handlers import EVENT, HOOK, Handler
 from eventbus_engine.logger import is_destination
 from eventbus_engine.passes import ConflictWarning, check_constraints, find_conflicts
 from eventbus_engine.telemetry.spans import Template
@@ -46,7 +47,7 @@ _open_in: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 class AlgorithmEntry:
     """An algorithm, its name in traces and what to call."""
 
-    __slots__ = ("algorithm", "apply", "is_async", "match", "name", "templates", "timeout")
+    __slots__ = ("_keys", "algorithm", "apply", "is_async", "match", "name", "templates", "timeout")
 
     def __init__(self, algorithm: Any, name: str) -> None:
         check_algorithm(algorithm)
@@ -59,13 +60,24 @@ class AlgorithmEntry:
         self.timeout: float | None = read_timeout(algorithm, f"algorithm {name}")
         if self.timeout is not None and not self.is_async:
             raise ConfigurationError(plain_timeout(f"algorithm {name}", "apply"))
+        self._keys: dict[EventName, str] = {}
+
+    def key(self, event: EventName) -> str:
+        """Its key in the traces of an event."""
+        key = self._keys.get(event)
+        if key is None:
+            key = self._keys[event] = f"{self.name}/{event.name}"
+        return key
 
 
 class CallbackEntry:
     """A callback, its name, its options, and how it has been doing."""
 
     __slots__ = (
+        "_opened",
+        "_quarantined",
         "callback",
+        "changed",
         "delivery",
         "destination",
         "failures",
@@ -74,9 +86,7 @@ class CallbackEntry:
         "name",
         "on_error",
         "on_full",
-        "opened",
         "quarantine_after",
-        "quarantined",
         "snapshot",
         "timeout",
     )
@@ -110,10 +120,31 @@ class CallbackEntry:
                 f"{described} has snapshot={self.snapshot!r}; give a tuple of names of attributes, as in ('loss',)"
             )
         self.failures: int = 0
-        self.quarantined: bool = False
-        self.opened: bool = False
+        self.changed: Callable[[], None] = _nothing
+        self._quarantined: bool = False
+        self._opened: bool = False
         bound = {event: self._bind(event) for event in events}
         self.hooks: dict[EventName, Handler] = {event: hook for event, hook in bound.items() if hook is not None}
+
+    @property
+    def opened(self) -> bool:
+        """Whether its `open`, if it has one, has run to its end."""
+        return self._opened
+
+    @opened.setter
+    def opened(self, opened: bool) -> None:
+        self._opened = opened
+        self.changed()
+
+    @property
+    def quarantined(self) -> bool:
+        """Whether it has been dropped from the run."""
+        return self._quarantined
+
+    @quarantined.setter
+    def quarantined(self, quarantined: bool) -> None:
+        self._quarantined = quarantined
+        self.changed()
 
     @property
     def ready(self) -> bool:
@@ -131,14 +162,16 @@ class CallbackEntry:
             method = "run_event" if takes_event else event.value
             raise ConfigurationError(plain_timeout(f"callback {self.name}", method))
         takes = EVENT if takes_event else HOOK
-        return Handler(self.name, hook, takes, is_async=is_async, timeout=self.timeout, owner=self)
+        # Only failures in a row put it into quarantine.
+        heeded = self.on_error == "quarantine"
+        return Handler(self.name, hook, takes, is_async=is_async, timeout=self.timeout, owner=self, heeded=heeded)
 
     def lifetime_handler(self, method: str) -> Handler | None:
         """Its `open` or `close`, bound; None where it has none of its own."""
         bound = overrides(self.callback, method)
         if bound is None:
             return None
-        return Handler(self.name, bound, HOOK, is_async=is_async_callable(bound), timeout=None, owner=_Opening(self))
+        return Handler(self.name, bound, HOOK, is_async=is_async_callable(bound), owner=_Opening(self), heeded=True)
 
     def opener(self) -> Handler | None:
         """What there is to run before its first event; with nothing to run, it is open from here on."""
@@ -193,6 +226,17 @@ class CallbackEntry:
         self.opened = False
         if _open_in.get(id(unwrap(self.callback))) is engine:
             del _open_in[id(unwrap(self.callback))]
+
+
+class Course(NamedTuple):
+    """The callbacks with a hook for one event: those it waits for, and those in the background."""
+
+    inline: list[Handler]
+    background: list[Handler]
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Opening:
@@ -268,12 +312,25 @@ class Participants:
         watching = [entry for entry in self.entries if not entry.destination]
         inline = [entry for entry in watching if entry.delivery == "inline"]
         background = [entry for entry in watching if entry.delivery == "background"]
-        self.callback_hooks: dict[EventName, list[Handler]] = {event: _hooks_of(inline, event) for event in events}
-        self.background_hooks: dict[EventName, list[Handler]] = {
-            event: _hooks_of(background, event) for event in events
-        }
         self.all_opened: bool = all(entry.opened for entry in self.entries)
+        self._inline = inline
+        self._background = background
+        self._courses: dict[EventName, Course] = {}
+        everything = self.algorithms or self.destinations
+        self.heard: frozenset[EventName] = frozenset(
+            event for event in events if everything or any(event in entry.hooks for entry in self.entries)
+        )
+        for entry in self.entries:
+            entry.changed = self._courses.clear
         self._warn_of_conflicts()
+
+    def course(self, event: EventName) -> Course:
+        """Who has a hook for an event and gets it. Worked out once, until somebody is opened, closed or dropped."""
+        course = self._courses.get(event)
+        if course is None:
+            inline = [hook for hook in _hooks_of(self._inline, event) if hook.owner.ready]
+            course = self._courses[event] = Course(inline, _hooks_of(self._background, event))
+        return course
 
     def changed(self, algorithms: Sequence[Any], callbacks: Sequence[Any], destinations: Sequence[Any]) -> bool:
         """Whether these are others than the ones seen, by identity."""
@@ -307,7 +364,7 @@ def plain_timeout(described: str, method: str) -> str:
 
 
 def _same(seen: tuple[Any, ...], now: Sequence[Any]) -> bool:
-    return len(seen) == len(now) and all(a is b for a, b in zip(seen, now, strict=True))
+    return len(seen) == len(now) and all(map(is_, seen, now))
 
 
 def _refuse_twice(kind: str, participants: Sequence[Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 from eventbus_engine._options import accepts, free_name, name_of
 from eventbus_engine.errors import ConfigurationError, PassError
 from eventbus_engine.event import EventName
-from eventbus_engine.fanout import add_note
+from eventbus_engine.handlers import add_note
 from eventbus_engine.participants import AlgorithmEntry
 from eventbus_engine.passes import DEFAULT_PASSES, AlgorithmPass, pass_name
 

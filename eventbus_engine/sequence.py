@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from time import perf_counter_ns, time_ns
 from typing import Any, TypeAlias
 
 from eventbus_engine.errors import AsyncMatchError
 from eventbus_engine.event import EventName
-from eventbus_engine.fanout import EVENT, HOOK, Occasion, add_note, outcome_of, time_limit
+from eventbus_engine.handlers import EVENT, Occasion, add_note, outcome_of, time_limit
 from eventbus_engine.logger import Logger
 from eventbus_engine.participants import AlgorithmEntry
 from eventbus_engine.plan import Order
-from eventbus_engine.telemetry.spans import Activity, handler_template
+from eventbus_engine.telemetry.spans import Activity, EngineTracer, handler_template
 from eventbus_engine.trace import Trace, Traces, step_of
 
 __all__ = ["Offload", "attach_traces", "matches", "run_algorithms"]
@@ -40,27 +40,43 @@ async def run_algorithms(
     Raises:
         Exception: whatever an algorithm, its `match` or a pass raised, with the traces so far as `exc.traces`.
     """
-    event, (state, logger) = occasion.event, occasion.arguments[HOOK]
+    event, state, logger = occasion.arguments[EVENT]
     traces: Traces = {}
     matched: list[AlgorithmEntry] = []
     unmatched: list[AlgorithmEntry] = []
     order = Order((), {}, ())
+    left: Sequence[AlgorithmEntry] = unmatched
+    entry: AlgorithmEntry | None = None
     try:
         for entry in entries:
-            (matched if matches(entry, event, state) else unmatched).append(entry)
+            result = entry.match(event, state)
+            if result is True or (result is not False and is_match(entry, result)):
+                matched.append(entry)
+            else:
+                unmatched.append(entry)
+        entry = None
         order = arrange(matched, event)
-        for position, entry in enumerate(order.entries):
-            trace = traces[f"{entry.name}/{event.name}"] = Trace(entry.name, event, None, position, True, "ok")
-            await _apply(entry, trace, occasion, offload)
+        if order.entries:
+            # The wall clock once, a monotonic one within.
+            offset = time_ns() - perf_counter_ns()
+            for position, one in enumerate(order.entries):
+                trace = traces[one.key(event)] = Trace(one.name, event, None, position, True, "ok")
+                await _apply(one, trace, offset, occasion, offload)
+        if order.dropped:
+            left = entries
     except BaseException as error:
+        if entry is not None and isinstance(error, Exception):
+            add_note(error, f"in match of algorithm {entry.name} on {event.name}")
+        left = [*entries, *order.entries]
         attach_traces(error, traces)
         raise
     finally:
-        _complete(traces, entries, unmatched, order, event)
+        if left:
+            _complete(traces, left, unmatched, order.dropped, event)
         span = dispatch_span if dispatch_span is not None and dispatch_span.recording else None
         if span is not None and (skipped := [trace.name for trace in traces.values() if not trace.run]):
             span.set("eventbus.skipped", skipped)
-        if traces and isinstance(logger, Logger) and logger.takes("log_traces"):
+        if traces and isinstance(logger, Logger) and logger.destinations and logger.takes("log_traces"):
             logger.log_traces(traces, step=step_of(event, state))
     return traces
 
@@ -73,55 +89,66 @@ def matches(entry: AlgorithmEntry, event: EventName, state: Any) -> bool:
         Exception: whatever it raised, with a note naming it.
     """
     try:
-        result = entry.match(event, state)
-        if result is True or result is False:
-            return result
-        if isinstance(result, Awaitable):
-            if isinstance(result, Coroutine):
-                result.close()
-            raise AsyncMatchError(
-                f"{entry.name}.match is async; matching decides the order, so make it a plain function"
-            )
-        return bool(result)
+        return is_match(entry, entry.match(event, state))
     except Exception as error:
         add_note(error, f"in match of algorithm {entry.name} on {event.name}")
         raise
 
 
-async def _apply(entry: AlgorithmEntry, trace: Trace, occasion: Occasion, offload: Offload | None) -> None:
+def is_match(entry: AlgorithmEntry, result: object) -> bool:
+    """Whether what a `match` returned is true.
+
+    Raises:
+        AsyncMatchError: it turned out to be asynchronous.
+    """
+    if isinstance(result, Awaitable):
+        if isinstance(result, Coroutine):
+            result.close()
+        raise AsyncMatchError(f"{entry.name}.match is async; matching decides the order, so make it a plain function")
+    return bool(result)
+
+
+async def _apply(entry: AlgorithmEntry, trace: Trace, offset: int, occasion: Occasion, offload: Offload | None) -> None:
     """Run one algorithm, and note in its trace how that went."""
-    span: Activity | None = None
-    if occasion.tracer is not None:
-        template = entry.templates.get(occasion.event)
-        if template is None:
-            template = handler_template("algorithm", entry.name, occasion.event, entry.apply)
-            entry.templates[occasion.event] = template
-        span = occasion.tracer.open(template, order=trace.order)
-    trace.start_ns, started = time.time_ns(), time.perf_counter_ns()
-    progress = occasion.progress
-    progress.kind, progress.since, progress.span, progress.now = "algorithm", started, span, entry.name
+    span = None if occasion.tracer is None else _open_span(entry, trace, occasion.tracer)
+    occasion.now, occasion.span = entry, span
+    occasion.since = started = perf_counter_ns()
+    trace.start_ns = started + offset
     try:
-        trace.exit_code = await _call(entry, occasion, offload)
+        if entry.is_async and entry.timeout is None:
+            if occasion.dispatch is None or occasion.dispatch.task_id is None:
+                await occasion.enter_task()
+            trace.exit_code = await entry.apply(*occasion.arguments[EVENT])
+        else:
+            trace.exit_code = await _call(entry, occasion, offload)
     except BaseException as error:
         trace.error, trace.outcome = error, outcome_of(error)
         add_note(error, f"in algorithm {entry.name} on {occasion.event.name}")
         raise
     finally:
-        trace.duration_ns = time.perf_counter_ns() - started
-        progress.now = progress.span = None
+        trace.duration_ns = perf_counter_ns() - started
+        occasion.now = None
         if span is not None:
             if isinstance(trace.exit_code, int):
                 span.set("eventbus.exit_code", trace.exit_code)
             span.end(trace.outcome, trace.error)
 
 
+def _open_span(entry: AlgorithmEntry, trace: Trace, tracer: EngineTracer) -> Activity:
+    assert trace.event is not None  # noqa: S101 -- it stands for a run
+    template = entry.templates.get(trace.event)
+    if template is None:
+        template = handler_template("algorithm", entry.name, trace.event, entry.apply)
+        entry.templates[trace.event] = template
+    return tracer.open(template, order=trace.order)
+
+
 async def _call(entry: AlgorithmEntry, occasion: Occasion, offload: Offload | None) -> Any:
+    """Call what is plain, here or off the loop, or has a limit."""
     arguments = occasion.arguments[EVENT]
     if entry.is_async:
         await occasion.enter_task()
-        if entry.timeout is None:
-            return await entry.apply(*arguments)
-        with time_limit(entry.timeout, f"algorithm {entry.name} did not finish {occasion.event.name}"):
+        with time_limit(entry.timeout or 0, f"algorithm {entry.name} did not finish {occasion.event.name}"):
             return await entry.apply(*arguments)
     if offload is None:
         result = entry.apply(*arguments)
@@ -136,17 +163,18 @@ async def _call(entry: AlgorithmEntry, occasion: Occasion, offload: Offload | No
 
 def _complete(
     traces: Traces,
-    entries: Sequence[AlgorithmEntry],
+    left: Sequence[AlgorithmEntry],
     unmatched: Sequence[AlgorithmEntry],
-    order: Order,
+    dropped: Mapping[str, str],
     event: EventName,
 ) -> None:
-    """Add the algorithms that did not run: in registration order, then what passes added, each with its reason."""
-    for entry in [*entries, *order.entries]:
-        key = f"{entry.name}/{event.name}"
+    """Add those of `left` that did not run, each with its reason."""
+    out = unmatched if left is unmatched else frozenset(unmatched)
+    for entry in left:
+        key = entry.key(event)
         if key not in traces:
-            reason = order.dropped.get(entry.name) or ("not matched" if entry in unmatched else "not reached")
-            traces[key] = Trace(entry.name, event, reason=reason)
+            reason = dropped.get(entry.name) or ("not matched" if out is left or entry in out else "not reached")
+            traces[key] = Trace(entry.name, event, None, None, False, "skipped", reason)
 
 
 def attach_traces(error: BaseException, traces: Traces) -> None:

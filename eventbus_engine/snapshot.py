@@ -6,7 +6,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from eventbus_engine.errors import SnapshotError
-from eventbus_engine.fanout import HOOK, Occasion
+from eventbus_engine.handlers import HOOK, Occasion
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -70,6 +70,8 @@ def take_snapshot(entry: CallbackEntry, occasion: Occasion) -> Snapshot:
         Exception: an attribute cannot be read or copied.
     """
     state, _ = occasion.arguments[HOOK]
+    if occasion.copies is None:
+        occasion.copies = {}
     copies = occasion.copies
     taken = [name for name in ("timestamp", *entry.snapshot) if hasattr(state, name)]
     for name in taken:

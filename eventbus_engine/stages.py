@@ -9,7 +9,8 @@ from eventbus_engine.delivery import Delivery, Room
 from eventbus_engine.destinations import delivery_handler, discard
 from eventbus_engine.envelope import Envelope
 from eventbus_engine.errors import CallbackErrors, DeadlockError
-from eventbus_engine.fanout import HOOK, Handler, Occasion, raise_failures, run_fanout
+from eventbus_engine.fanout import FanOut, begin_fanout, run_fanout
+from eventbus_engine.handlers import HOOK, Handler, Occasion, raise_failures
 from eventbus_engine.participants import Participants
 from eventbus_engine.sequence import attach_traces
 from eventbus_engine.trace import Traces
@@ -19,6 +20,30 @@ __all__ = ["merge_traces", "run_callbacks"]
 log: logging.Logger = logging.getLogger("eventbus_engine")
 
 Failures = list[tuple[Handler, Exception]]
+
+
+def only_inline(participants: Participants, envelope: Envelope, call_next: CallNext) -> list[Handler] | None:
+    """The callbacks and subscribers of an event, if that is all there is behind its algorithms; else None."""
+    subscribers = getattr(call_next, "handlers_for", None)
+    if participants.destinations or subscribers is None:
+        return None
+    inline, background = participants.course(envelope.event)
+    if background:
+        return None
+    found: list[Handler] = subscribers(envelope)
+    return [*inline, *found] if found else inline
+
+
+async def finish_callbacks(fan: FanOut, participants: Participants, traces: Traces) -> None:
+    """Run what is left of the callbacks, where that is all there is behind the algorithms.
+
+    Raises:
+        CallbackErrors: once all of them are done.
+    """
+    if fan.unfinished:
+        await fan.run_async()
+    if failures := fan.failures():
+        _raise(_in_order(failures, participants), None, fan.occasion, traces)
 
 
 async def run_callbacks(
@@ -51,25 +76,30 @@ async def run_callbacks(
     full: list[Room] = []
     if traces is None:
         failures += await _run_destinations(participants, occasion, delivery, full)
-    for hook in participants.background_hooks[occasion.event]:
+    handlers, background = participants.course(occasion.event)
+    for hook in background:
         full += delivery.post(hook, occasion)
-    handlers = [hook for hook in participants.callback_hooks[occasion.event] if hook.owner.ready]
-    chain = _Chain(call_next, envelope)
+    chain: _Chain | None = None
     subscribers = getattr(call_next, "handlers_for", None)
-    if subscribers is not None:
-        handlers += subscribers(envelope)
-    rest = chain.run if subscribers is None else None
-    if handlers or rest is not None:
-        failures += await run_fanout(handlers, occasion, rest)
-    if traces is not None:
+    if subscribers is None:
+        chain = _Chain(call_next, envelope)
+        failures += await run_fanout(handlers, occasion, chain.run)
+    else:
+        found = subscribers(envelope)
+        fan = begin_fanout([*handlers, *found] if found else handlers, occasion)
+        if fan is not None:
+            if fan.unfinished:
+                await fan.run_async()
+            failures += fan.failures()
+    if traces is not None and participants.destinations:
         failures += await _run_destinations(participants, occasion, delivery, full)
     # Last, so that a full mailbox holds up the next event of its publisher and nothing of this one.
-    down = (await _wait_for_room(full, occasion) if full else None) or chain.failure
+    down: Exception | None = await _wait_for_room(full, occasion) if full else None
+    if chain is not None:
+        down = down or chain.failure
     if failures or down is not None:
-        order = {id(entry): i for i, entry in enumerate(participants.entries)}
-        failures.sort(key=lambda failure: order.get(id(failure[0].owner), len(order)))
-        _raise(failures, down, occasion, traces or {})
-    return chain.traces
+        _raise(_in_order(failures, participants), down, occasion, traces or {})
+    return {} if chain is None else chain.traces
 
 
 async def _run_destinations(
@@ -115,6 +145,12 @@ class _Chain:
             self.traces = await self._call_next(self._envelope)
         except Exception as error:
             self.failure = error
+
+
+def _in_order(failures: Failures, participants: Participants) -> Failures:
+    """In the order of registration, the plain subscribers last."""
+    order = {id(entry): i for i, entry in enumerate(participants.entries)}
+    return sorted(failures, key=lambda failure: order.get(id(failure[0].owner), len(order)))
 
 
 def _raise(failures: Failures, down: Exception | None, occasion: Occasion, traces: Traces) -> None:

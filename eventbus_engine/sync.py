@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -170,11 +171,19 @@ class LoopThread:
         if threading.get_ident() == self._thread.ident:
             return function(*arguments)
 
-        async def call() -> T:
-            return function(*arguments)
+        # Set by the call itself: what it has set going may block the loop before anything else runs there.
+        returned: Future[T] = Future()
+
+        async def call() -> None:
+            try:
+                returned.set_result(function(*arguments))
+            except BaseException as error:
+                returned.set_exception(error)
+                raise
 
         # In no context of the caller's: a worker started from here belongs to no event.
-        return Context().run(asyncio.run_coroutine_threadsafe, call(), self._loop).result()
+        _ = Context().run(asyncio.run_coroutine_threadsafe, call(), self._loop)
+        return returned.result()
 
     def start_soon(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start a task on the loop, and leave it."""

@@ -122,7 +122,7 @@ async def test_rule_5_4_cancelling_reaches_an_algorithm_and_waits_for_it() -> No
         ("cancelled", ""),
         ("skipped", "not reached"),
     ]
-    assert (engine._active, len(engine.bus._lanes)) == (set(), 0)
+    assert (len(engine._active), len(engine.bus._lanes)) == (0, 0)
 
 
 async def test_rule_5_4_cancelling_reaches_every_callback_and_waits_for_all() -> None:

@@ -292,7 +292,7 @@ class Run:
                     await anyio.lowlevel.checkpoint()
         assert self.journal.running == set()
         assert len(self.engine.bus._lanes) == 0
-        assert self.engine._active == set()
+        assert not self.engine._active
         return outcomes
 
 

@@ -609,7 +609,7 @@ async def test_rule_6_6_no_provider_no_spans(monkeypatch: pytest.MonkeyPatch) ->
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a span was made")
 
-    for module, maker in (("engine", "event"), ("pair", "event"), ("fanout", "handler"), ("sequence", "handler")):
+    for module, maker in (("engine", "event"), ("pair", "event"), ("handlers", "handler"), ("sequence", "handler")):
         monkeypatch.setattr(f"eventbus_engine.{module}.{maker}_template", refuse)
     monkeypatch.setattr(ApiTracer, "open", refuse)
     monkeypatch.setattr(Recorder, "open", refuse)

@@ -54,7 +54,7 @@ class _Watched:
             reading.pending[mailbox.entry.name] += mailbox.waiting
             reading.dropped[mailbox.entry.name] += mailbox.dropped
         logger = engine.logger
-        for entry in engine._participants.destinations if isinstance(logger, Logger) else ():
+        for entry in engine._roster.latest.destinations if isinstance(logger, Logger) else ():
             pending = logger.pending(entry.callback)
             if pending is not None:
                 # The one that is on its way counts as lost there until it has arrived; here, it does not yet.

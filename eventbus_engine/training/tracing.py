@@ -17,7 +17,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from eventbus_engine.fanout import outcome_of
+from eventbus_engine.handlers import outcome_of
 from eventbus_engine.telemetry.spans import SCOPE, Activity, TracerSource
 from eventbus_engine.time import Time, TimeUnit
 from eventbus_engine.training.device_timing import DeviceClock, DeviceTiming

@@ -1,0 +1,259 @@
+"""Handlers: what is called on an event, what it is called with, and what becomes of its failure."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import Context
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import anyio
+
+from eventbus_engine._steps import need_loop
+from eventbus_engine.errors import CallbackErrors, HandlerCancelledError, HandlerTimeoutError
+from eventbus_engine.telemetry.spans import Activity, EngineTracer, Template, handler_template
+
+if TYPE_CHECKING:
+    from eventbus_engine.event import EventName
+    from eventbus_engine.lanes import Dispatch
+    from eventbus_engine.trace import Outcome
+
+__all__ = [
+    "ENVELOPE",
+    "EVENT",
+    "HOOK",
+    "Handler",
+    "Occasion",
+    "Owner",
+    "add_note",
+    "judge",
+    "open_span",
+    "outcome_of",
+    "raise_failures",
+    "time_limit",
+]
+
+HOOK: Final = 0
+EVENT: Final = 1
+ENVELOPE: Final = 2
+"""What a handler is called with: `(state, logger)`, `(event, state, logger)` or `(envelope)`."""
+
+
+class Owner(Protocol):
+    """Who a handler belongs to, and who hears how it went."""
+
+    def succeeded(self) -> None:
+        """It ran to its end."""
+
+    def settle(self, error: Exception, event: EventName) -> bool:
+        """It failed: True if the event fails for it, False if its owner has seen to that."""
+        ...
+
+
+class Handler:
+    """Something to call on an event.
+
+    Args:
+        name: for spans, notes and log records.
+        call: the bound function.
+        takes: HOOK, EVENT or ENVELOPE.
+        is_async: whether it is known to be a coroutine function. A plain one that returns an awaitable after all is
+            awaited all the same.
+        timeout: seconds for what is awaited, None for no limit.
+        owner: who decides about its failures; None: the event fails.
+        heeded: whether the owner wants to hear of each success as well.
+    """
+
+    __slots__ = ("call", "heeded", "is_async", "name", "owner", "takes", "templates", "timeout")
+
+    def __init__(
+        self,
+        name: str,
+        call: Callable[..., Any],
+        takes: int,
+        *,
+        is_async: bool,
+        timeout: float | None = None,
+        owner: Owner | None = None,
+        heeded: bool = False,
+    ) -> None:
+        self.name: str = name
+        self.call: Callable[..., Any] = call
+        self.takes: int = takes
+        self.is_async: bool = is_async
+        self.timeout: float | None = timeout
+        self.owner: Any = owner
+        self.heeded: bool = heeded
+        self.templates: dict[EventName, Template] = {}
+
+
+class Named(Protocol):
+    """A handler, or an algorithm."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        ...
+
+
+class Occasion:
+    """One event as its handlers see it.
+
+    Attributes:
+        arguments: what handlers are called with, by what they take.
+        dispatch: the event being handled; None when the engine closes.
+        tracer: what opens their spans, if anything does.
+        context: what they start from instead of the caller's: that of the event, for background delivery.
+        copies: what has been copied for snapshots, by name.
+        thread: the id of the thread it is handled on.
+        whole: the span of all of it, if it has one.
+        now: what runs at this moment in the task of the event, or of a relay; None in between.
+        since: when that started, by `perf_counter_ns`; 0 for plain callbacks, which are not worth the clock.
+        span: its span, if it has one.
+        tasks: the async callbacks that have suspended: name, start and span.
+    """
+
+    # What few events need takes neither time nor room in the others.
+    context: Context | None = None
+    copies: dict[str, Any] | None = None
+    whole: Activity | None = None
+    now: Named | None = None
+    since: int = 0
+    span: Activity | None = None
+    tasks: dict[object, tuple[str, int, Activity | None]] | None = None
+
+    def __init__(
+        self,
+        envelope: Any,
+        state: Any,
+        logger: Any,
+        dispatch: Dispatch | None,
+        tracer: EngineTracer | None = None,
+    ) -> None:
+        event: EventName = envelope.event
+        self.event: EventName = event
+        self.arguments: tuple[tuple[Any, Any], tuple[EventName, Any, Any], tuple[Any]] = (
+            (state, logger),
+            (event, state, logger),
+            (envelope,),
+        )
+        self.dispatch: Dispatch | None = dispatch
+        self.tracer: EngineTracer | None = tracer
+        self.thread: int = get_ident()
+
+    def begin_task(self, key: object, name: str, since: int, span: Activity | None = None) -> None:
+        """Note an async callback that has a task of its own."""
+        if self.tasks is None:
+            self.tasks = {}
+        self.tasks[key] = name, since, span
+
+    def end_task(self, key: object) -> None:
+        """Forget it."""
+        if self.tasks is not None:
+            self.tasks.pop(key, None)
+
+    def untraced(self) -> Occasion:
+        """The same without spans."""
+        other = copy.copy(self)
+        other.tracer = None
+        return other
+
+    async def enter_task(self) -> None:
+        """Get ready for something asynchronous."""
+        if self.dispatch is not None:
+            await self.dispatch.enter_task()
+        else:
+            await need_loop()
+
+
+def raise_failures(
+    failures: Sequence[tuple[Handler, Exception]], event: EventName, others: Sequence[Exception] = ()
+) -> None:
+    """Raise the failures that count, once their owners have seen them.
+
+    Args:
+        failures: in registration order.
+        event: for the notes.
+        others: further ones that have been settled elsewhere.
+
+    Raises:
+        CallbackErrors: in the order given.
+    """
+    counted: list[Exception] = []
+    for handler, error in failures:
+        add_note(error, f"in callback {handler.name} on {event.name}")
+        if handler.owner is None or handler.owner.settle(error, event):
+            counted.append(error)
+    counted += others
+    if counted:
+        names = "1 callback" if len(counted) == 1 else f"{len(counted)} callbacks"
+        raise CallbackErrors(f"{names} failed on {event.name}", counted)
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an exception, unless its class is frozen."""
+    with suppress(AttributeError, TypeError):
+        error.add_note(note)
+
+
+def outcome_of(error: BaseException | None) -> Outcome:
+    """How an execution ended, by what it raised."""
+    if error is None:
+        return "ok"
+    if isinstance(error, HandlerTimeoutError):
+        return "timed_out"
+    return "failed" if isinstance(error, Exception) and not isinstance(error, HandlerCancelledError) else "cancelled"
+
+
+def judge(handler: Handler, event: EventName, raised: BaseException) -> tuple[BaseException, BaseException | None]:
+    """What a handler has failed with, and what goes on from there to all the others: a cancellation, say."""
+    if isinstance(raised, Exception):
+        return raised, None
+    cancelled = anyio.get_cancelled_exc_class()
+    if isinstance(raised, BaseExceptionGroup):
+        # A task group of the handler's own that was cancelled, and in which something failed at that.
+        cancellation, failure = raised.split(cancelled)
+        if cancellation is not None and isinstance(failure, Exception):
+            return failure, cancellation
+    # A handler that only cancelled itself is in no scope that is cancelled.
+    if not isinstance(raised, cancelled) or anyio.current_effective_deadline() == -math.inf:
+        return raised, raised
+    error = HandlerCancelledError(f"callback {handler.name} cancelled itself on {event.name}")
+    error.__cause__ = raised
+    return error, None
+
+
+def open_span(handler: Handler, occasion: Occasion) -> Activity | None:
+    """The span of a handler, current from here on; None without a tracer."""
+    tracer = occasion.tracer
+    if tracer is None:
+        return None
+    event = occasion.event
+    template = handler.templates.get(event)
+    if template is None:
+        # Only background delivery has an occasion with a context of its own.
+        background = occasion.context is not None
+        template = handler_template("callback", handler.name, event, handler.call, background=background)
+        handler.templates[event] = template
+    return tracer.open(template)
+
+
+@contextmanager
+def time_limit(seconds: float, what: str) -> Iterator[None]:
+    """Cancel what runs inside after so many seconds. Past them it has failed, whatever it makes of its cancellation.
+
+    Raises:
+        HandlerTimeoutError: with what it raised instead, if anything, as the cause.
+    """
+    with anyio.move_on_after(seconds) as scope:
+        try:
+            yield
+        except Exception as error:
+            if scope.cancel_called:
+                raise HandlerTimeoutError(f"{what} within {seconds:g} s") from error
+            raise
+    if scope.cancel_called:
+        raise HandlerTimeoutError(f"{what} within {seconds:g} s")
