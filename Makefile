@@ -5,11 +5,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 # Held to every branch; the packages and the programs on top of these modules to 95 %.
-TOP := eventbus_engine/__main__.py,eventbus_engine/cli.py,eventbus_engine/testing.py
+TOP := eventbus_engine/__main__.py,eventbus_engine/cli.py
+FIGURES := --page docs/performance.md --json docs/performance.json --svg docs/performance.svg
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint format bench docs soak clean
+.PHONY: help venv demo test lint format bench figures docs soak clean
 
 help:  ## this list
 	@echo "make <target>, with PYTHON=python3 and VENV=.venv unless you say otherwise"
@@ -36,8 +37,11 @@ format: $(VENV)/dev.stamp  ## put the code into its one style
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(VENV)/dev.stamp  ## measure; prints a table
-	$(BIN)/python tests/benchmarks/run.py
+bench: $(VENV)/bench.stamp  ## measure, beside the peers; prints tables, writes benchmarks.json and benchmarks.svg
+	$(BIN)/python tests/benchmarks/run.py --svg benchmarks.svg
+
+figures: $(VENV)/bench.stamp  ## measure what docs/performance.md shows, and write it there; PYTHONS= names more interpreters
+	$(BIN)/python tests/benchmarks/run.py dispatch scale versions $(FIGURES) $(PYTHONS:%=--python %)
 
 docs: $(VENV)/dev.stamp  ## run every snippet of the documentation
 	$(BIN)/python -m pytest tests/test_docs.py
@@ -62,3 +66,9 @@ $(VENV)/demo.stamp: $(BIN)/python pyproject.toml constraints.txt
 $(VENV)/dev.stamp: $(BIN)/python pyproject.toml constraints.txt
 	$(PIP) --editable ".[dev]"
 	@touch $@ $(VENV)/demo.stamp
+
+# Composer asks for an old torch and for much that its engine does not use.
+$(VENV)/bench.stamp: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) --editable ".[bench]"
+	$(PIP) --no-deps mosaicml
+	@touch $@ $(VENV)/dev.stamp $(VENV)/demo.stamp

@@ -85,7 +85,9 @@ def compare(algorithms: int) -> Iterator[Row]:
     yield f"{label}, nobody asked: added", taken["off"] - taken["none"], "us/event", 0.5
     added = taken["on"] - taken["none"]
     yield f"{label}, measured: added", added, "us/event", None
-    yield f"{label}, measured: added per execution", added / (algorithms + 1), "us", 1.0
+    if algorithms:
+        # Otherwise nobody hears the event, and unmeasured it is not even dispatched.
+        yield f"{label}, measured: added per execution", added / (algorithms + 1), "us", 1.0
 
 
 def fill(durations: Durations) -> None:

@@ -1,0 +1,39 @@
+"""The benchmarks run as they stand, whichever of the peers are installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+RUN = Path(__file__).parent / "benchmarks" / "run.py"
+
+
+def test_dispatch_is_measured_beside_whichever_peers_there_are(tmp_path: Path) -> None:
+    """A peer has figures or is said to be missing; the chart can be read aloud; the page gets the tables."""
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- table dispatch -->\nold\n<!-- /table -->\nafter\n", encoding="utf-8")
+    files = ["--json", str(tmp_path / "b.json"), "--svg", str(tmp_path / "b.svg"), "--page", str(page)]
+
+    done = subprocess.run(
+        [sys.executable, str(RUN), "dispatch", "--rounds", "2", "--sample-ms", "0.01", *files],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "b.json").read_text(encoding="utf-8"))["tables"]["dispatch"]["rows"]
+    figures = [cell for row in rows.values() for cell in row.values()]
+    assert all("median" in cell or cell["missing"] == "not installed" for cell in figures), rows
+    assert rows["eventbus-engine, async callbacks"]["8"]["median"] > 0
+    chart = ET.parse(tmp_path / "b.svg").getroot()
+    assert [child.tag.partition("}")[2] for child in chart if child.get("id")] == ["title", "desc"]
+    filled = page.read_text(encoding="utf-8")
+    assert "| asyncio.TaskGroup |" in filled
+    assert "old" not in filled
+    assert filled.startswith("before\n<!-- table dispatch -->\n")
+    assert filled.endswith("\n<!-- /table -->\nafter\n")
