@@ -31,12 +31,13 @@ class InFlight:
     Attributes:
         kind: `dispatch`, `algorithm` or `callback`.
         name: of the algorithm or callback; of a dispatch, its event.
-        event: the event it runs on.
-        elapsed: seconds since it started; of a dispatch and of a plain callback, since the event was published.
+        event: the event it runs on; one named `CLOSE` where a callback is being closed.
+        elapsed: seconds since it started; of a dispatch and of a plain callback, since its event was published.
         background: whether it is a background callback, whose event is over.
         thread: the id of the thread that its event is handled on, as `threading.get_ident` gives it.
         span: the ids of its span, None if it has none.
         started_ns: when it started, by `time.perf_counter_ns`.
+        execution: the same whenever one execution is read, and different in every other, whatever its name.
     """
 
     kind: Kind
@@ -47,6 +48,7 @@ class InFlight:
     thread: int = field(default=0, repr=False)
     span: SpanContext | None = field(default=None, repr=False)
     started_ns: int = field(default=0, repr=False)
+    execution: tuple[int, ...] = field(default=(), repr=False)
 
 
 def read_in_flight(dispatches: Iterable[Occasion], deliveries: Iterable[Occasion]) -> tuple[InFlight, ...]:
@@ -54,24 +56,26 @@ def read_in_flight(dispatches: Iterable[Occasion], deliveries: Iterable[Occasion
     now = perf_counter_ns()
     found: list[InFlight] = []
 
-    def add(kind: Kind, name: str, occasion: Occasion, since: int, span: Activity | None) -> None:
+    def add(kind: Kind, name: str, occasion: Occasion, since: int, span: Activity | None, what: object) -> None:
         ids = None if span is None or not span.recording else span.span_context
         elapsed = max(0, now - since) / 1e9
         background = occasion.context is not None
-        found.append(InFlight(kind, name, occasion.event, elapsed, background, occasion.thread, ids, since))
+        # No references: whoever keeps a record keeps nothing alive. What has the id of another has another start.
+        execution = id(occasion), id(what), since
+        found.append(InFlight(kind, name, occasion.event, elapsed, background, occasion.thread, ids, since, execution))
 
     def published(occasion: Occasion) -> int:
         published_ns: int = occasion.arguments[ENVELOPE][0].time_ns
         return published_ns - _EPOCH
 
     for occasion in dispatches:
-        add("dispatch", occasion.event.name, occasion, published(occasion), occasion.whole)
+        add("dispatch", occasion.event.name, occasion, published(occasion), occasion.whole, None)
     for occasion in (*dispatches, *deliveries):
         # Read once: the thread that runs it may be done with it at any moment.
         one, since, span = occasion.now, occasion.since or published(occasion), occasion.span
         if one is not None:
-            add("callback" if isinstance(one, Handler) else "algorithm", one.name, occasion, since, span)
+            add("callback" if isinstance(one, Handler) else "algorithm", one.name, occasion, since, span, one)
         # A copy made in one step, so that no thread changes it meanwhile.
-        for name, since, span in tuple(() if occasion.tasks is None else occasion.tasks.values()):
-            add("callback", name, occasion, since, span)
+        for key, (name, since, span) in tuple(() if occasion.tasks is None else occasion.tasks.items()):
+            add("callback", name, occasion, since, span, key)
     return tuple(sorted(found, key=lambda record: record.started_ns))

@@ -136,3 +136,43 @@ async def test_a_handler_that_failed_is_in_flight_no_more() -> None:
         ("callback", "fails", "EPOCH_END"),
     ]
     assert engine.in_flight() == ()
+
+
+@pytest.mark.anyio
+async def test_what_opens_and_what_closes_is_there() -> None:
+    """Plain or async: `open` on the event that opens, `close` and `post_close` on `CLOSE`."""
+    seen: dict[str, list[tuple[str, str, str]]] = {}
+
+    def look(hook: str) -> None:
+        seen[hook] = told(engine.in_flight())
+
+    class Plain(Callback):
+        def open(self, state: Any, logger: Any) -> None:
+            look("plain open")
+
+        def close(self, state: Any, logger: Any) -> None:
+            look("plain close")
+
+    class Remote(Callback):
+        async def open(self, state: Any, logger: Any) -> None:
+            look("remote open")
+
+        async def close(self, state: Any, logger: Any) -> None:
+            look("remote close")
+
+        async def post_close(self) -> None:
+            look("remote post_close")
+
+    engine = Engine(callbacks=[Plain(), Remote()])
+    await engine.run_event(Event.BATCH_END)
+    await engine.close()
+
+    whole = ("dispatch", "BATCH_END", "BATCH_END")
+    assert seen == {
+        "plain open": [whole, ("callback", "plain", "BATCH_END")],
+        "remote open": [whole, ("callback", "remote", "BATCH_END")],
+        "plain close": [("callback", "plain", "CLOSE")],
+        "remote close": [("callback", "remote", "CLOSE")],
+        "remote post_close": [("callback", "remote", "CLOSE")],
+    }
+    assert engine.in_flight() == ()

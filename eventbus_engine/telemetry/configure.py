@@ -103,8 +103,9 @@ def configure(  # house: the body is short; its documentation is what users need
         shutdown_timeout: seconds that leaving the block may take, however dead the endpoint is. What could not be
             delivered by then is given up, counted and logged. Spans of engines that have not ended by then are
             exported as they are, with status ERROR and `eventbus.in_flight`.
-        handle_sigterm: whether SIGTERM ends the tracing in the same way first. Then the handler that was there before
-            is called, or the process dies of the signal as it would have. Only on the main thread.
+        handle_sigterm: whether SIGTERM ends the tracing in the same way first, while the program goes on. Then the
+            handler that was there before is called, or the process dies of the signal as it would have; by a second
+            SIGTERM at once. Only on the main thread.
 
     Yields:
         The provider in effect: the SDK's, so that span processors can be added to it, unless see above.

@@ -1,6 +1,7 @@
 """Durations on the hot path: `Timer` measures what an engine executes, `Durations` keeps it as histograms.
 
-An execution costs two clock readings, one small object and an append to a list. Lists are folded into their histograms
+An execution costs two clock readings, one small object and an append to a list; an algorithm, which the engine times
+anyway, the append alone. Lists are folded into their histograms
 a few hundred at a time, by sorting, which is far cheaper than finding the bucket of each value.
 """
 
@@ -218,6 +219,13 @@ class _Outcomes:
         self._ok = durations.series((*self._key, "ok"))
         self.waiting: list[int] = self._ok.waiting
 
+    def add(self, elapsed: int, outcome: Outcome, error: BaseException | None) -> None:
+        """Take down an execution."""
+        waiting = self.waiting if outcome == "ok" else self.other(outcome, error).waiting
+        waiting.append(elapsed)
+        if len(waiting) >= _FOLD_AT:
+            self.fold()
+
     def other(self, outcome: Outcome, error: BaseException | None) -> Series:
         """The series of another outcome; its error is counted."""
         key = (*self._key, outcome)
@@ -242,6 +250,7 @@ class Timer(EngineTracer):
     """
 
     __slots__ = ("_durations", "_outcomes")
+    spans = False
 
     def __init__(self, durations: Durations) -> None:
         self._durations = durations
@@ -261,6 +270,10 @@ class Timer(EngineTracer):
         activity.start = perf_counter_ns()
         return activity
 
+    def measured(self, template: Template, elapsed: int, outcome: Outcome, error: BaseException | None) -> None:
+        """Take down how long something was that has not been opened."""
+        (self._outcomes.get(template) or self._find(template)).add(elapsed, outcome, error)
+
 
 class SpanTimer(Timer):
     """Measures how long the spans last that another tracer opens, whether these are recorded or not.
@@ -271,6 +284,7 @@ class SpanTimer(Timer):
     """
 
     __slots__ = ("_tracer", "alone")
+    spans = True
 
     def __init__(self, durations: Durations, tracer: EngineTracer) -> None:
         super().__init__(durations)
@@ -325,12 +339,7 @@ class _Timed(Activity):
 
     def end(self, outcome: Outcome, error: BaseException | None = None) -> None:
         """Take down how long it was."""
-        elapsed = perf_counter_ns() - self.start
-        outcomes = self.outcomes
-        waiting = outcomes.waiting if outcome == "ok" else outcomes.other(outcome, error).waiting
-        waiting.append(elapsed)
-        if len(waiting) >= _FOLD_AT:
-            outcomes.fold()
+        self.outcomes.add(perf_counter_ns() - self.start, outcome, error)
 
 
 class _TimedSpan(_Timed):

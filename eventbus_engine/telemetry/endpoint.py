@@ -12,8 +12,10 @@ import math
 import os
 import re
 import ssl
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Literal, TypeAlias
 from urllib.parse import unquote, urlsplit
 
@@ -24,6 +26,7 @@ __all__ = [
     "Signal",
     "endpoint_in_environment",
     "export_wanted",
+    "read_retry_after",
     "resolve_compression",
     "resolve_headers",
     "resolve_timeout",
@@ -210,6 +213,18 @@ def resolve_headers(headers: Mapping[str, str] | None, signal: Signal = "traces"
         else:
             _logger.warning("item %d of %s is no key=value that HTTP allows; it is left out", number, name)
     return parsed
+
+
+def read_retry_after(value: str | None) -> float | None:
+    """Seconds to wait, from either form of the header (RFC 9110 §10.2.3); None if there is none, or none to read."""
+    if value is None:
+        return None
+    if value.strip().isdecimal():
+        return float(value)
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def _is_header(key: str, value: str) -> bool:

@@ -118,7 +118,6 @@ class RecordingProvider(TracerProvider):
         # The innermost first, so that a root is decided about last.
         for span in sorted(self.recorder.open_spans.copy(), key=lambda span: -span.start):
             span.end_now()
-        self.recorder.open_spans.clear()
 
     def close(self, timeout: float) -> list[ExportReport]:
         """Export what is queued and shut everything down, within `timeout` seconds.

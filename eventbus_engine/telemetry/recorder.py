@@ -116,7 +116,7 @@ class Recorder(EngineTracer):
 
     Attributes:
         live: the tracer to open live spans with instead, once somebody wants to see them live.
-        open_spans: those that have not ended.
+        open_spans: those that have not ended. Taking one out is the right to hand it on.
     """
 
     __slots__ = ("__weakref__", "_bits", "_keeper", "_off", "_sampler", "live", "open_spans", "put")
@@ -178,8 +178,9 @@ class Recorder(EngineTracer):
             span.links = tuple(links)
         # One of its own for every span, and never changed: a task that a handler leaves behind keeps reading its ids.
         set_context(Context({SPAN_KEY: span} if parent is not None and len(inner) == 1 else {**inner, SPAN_KEY: span}))
-        self.open_spans.add(span)
         span._began = perf_counter_ns()
+        # Last: another thread may hand on what is in there at any moment.
+        self.open_spans.add(span)
         return span
 
     def _decide(

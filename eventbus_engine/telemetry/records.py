@@ -21,6 +21,7 @@ from opentelemetry.trace import Link, SpanContext, Status, StatusCode, TraceFlag
 from eventbus_engine.telemetry.spans import Activity, Template, describe_error, type_name
 
 if TYPE_CHECKING:
+    from eventbus_engine.telemetry.recorder import Recorder
     from eventbus_engine.trace import Outcome
 
 __all__ = ["SPAN_KEY", "Failure", "RecordedEvent", "RecordedSpan", "Root", "current_context", "set_context"]
@@ -95,13 +96,13 @@ class Root:
 
     def __init__(
         self,
-        recorder: object,
+        recorder: Recorder,
         put: Callable[[RecordedSpan], None],
         trace_id: int,
         flags: TraceFlags,
         state: TraceState,
     ) -> None:
-        self.recorder: object = recorder
+        self.recorder: Recorder = recorder
         self.put: Callable[[RecordedSpan], None] = put
         self.trace_id: int = trace_id
         self.flags: TraceFlags = flags
@@ -249,18 +250,23 @@ class RecordedSpan(otel.Span, Activity):
         set_context(self._outer)
         # What is around it need not live until it is exported.
         self._outer = _NO_CONTEXT
-        if self._ended:  # tracing ended before it
+        root = self.root
+        try:
+            root.recorder.open_spans.remove(self)
+        except KeyError:  # tracing ended before it, or this is a forked child and the span its parent's
             return
         self.outcome = outcome
         if error is not None:
             self.failure = Failure.of(outcome, error)
         self._ended = perf_counter_ns()
-        root = self.root
-        root.recorder.open_spans.discard(self)
         root.put(self)
 
     def end_now(self) -> None:
-        """Hand it on as it is: tracing ends before it."""
+        """Hand it on as it is, if nobody else does: tracing ends before it."""
+        try:
+            self.root.recorder.open_spans.remove(self)
+        except KeyError:
+            return
         self.set_attribute("eventbus.in_flight", True)
         self.set_status(StatusCode.ERROR, "had not ended when tracing ended")
         self.outcome = "in_flight"

@@ -13,13 +13,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 from eventbus_engine.errors import ConfigurationError
 from eventbus_engine.telemetry.endpoint import (
     Endpoint,
     Signal,
+    read_retry_after,
     resolve_compression,
     resolve_headers,
     resolve_timeout,
@@ -158,23 +158,11 @@ class HttpSender:
         except BaseException:
             connection.close()
             raise
-        return response.status, response.reason, _retry_after(response.headers.get("Retry-After")), answer
+        return response.status, response.reason, read_retry_after(response.headers.get("Retry-After")), answer
 
     def _backoffs(self) -> Iterator[float]:
         for attempt in itertools.count():
             yield min(_FIRST_BACKOFF * 2**attempt, _MAX_BACKOFF) * self._random.uniform(0.8, 1.2)
-
-
-def _retry_after(value: str | None) -> float | None:
-    """Seconds to wait, from either form of the header (RFC 9110 §10.2.3); None if there is none, or none to read."""
-    if value is None:
-        return None
-    if value.strip().isdecimal():
-        return float(value)
-    try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except (TypeError, ValueError, OverflowError):
-        return None
 
 
 class LineFile:

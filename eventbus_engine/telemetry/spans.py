@@ -154,9 +154,14 @@ class Activity:
 
 
 class EngineTracer(ABC):
-    """Opens activities."""
+    """Opens activities.
+
+    Attributes:
+        spans: whether it makes spans. If not, what has its own clock need not be opened: `measured` takes its duration.
+    """
 
     __slots__ = ()
+    spans: bool = True
 
     @abstractmethod
     def open(
@@ -170,6 +175,10 @@ class EngineTracer(ABC):
             links: to spans of other traces.
             root: whether to start a trace of its own instead of continuing the caller's.
         """
+
+    def measured(self, template: Template, elapsed: int, outcome: Outcome, error: BaseException | None) -> None:
+        """Take down an execution that has not been opened; its duration is in nanoseconds."""
+        raise NotImplementedError
 
 
 class TracerSource:
@@ -191,9 +200,14 @@ class TracerSource:
         """The provider that the last tracer is of."""
         return self._known
 
+    @property
+    def wanted(self) -> TracerProvider | None:
+        """The provider to use now, None while none is configured. From any thread."""
+        return self._own if self._own is not None else current_provider()
+
     def get(self) -> EngineTracer | None:
         """The tracer to use now, None while no provider is configured."""
-        provider = self._own if self._own is not None else current_provider()
+        provider = self._own if self._own is not None else current_provider()  # not `wanted`: this is the hot path
         if provider is not self._known:
             self._known = provider
             self._tracer = None

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry.trace import NonRecordingSpan, set_span_in_context
 
 from eventbus_engine.errors import ConfigurationError
-from eventbus_engine.telemetry.configure import current_provider
+from eventbus_engine.telemetry.spans import SCOPE
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+
     from eventbus_engine.engine import Engine
     from eventbus_engine.in_flight import InFlight
 
@@ -30,8 +32,8 @@ log: logging.Logger = logging.getLogger("eventbus_engine")
 def watch(engine: Engine[Any], slow_after: float = 5.0) -> Iterator[None]:
     """Say, while it still runs, which algorithm or callback of an engine takes long. Once per execution.
 
-    One warning is logged, with the top of the stack of the thread that its event is handled on. If tracing is
-    configured, a span `slow callback <name>` of kind `slow` is exported at once, a child of the one that still runs.
+    One warning is logged, with the top of the stack of the thread that its event is handled on. If the engine is
+    traced, a span `slow callback <name>` of kind `slow` is exported at once, a child of the one that still runs.
     A thread of its own looks every quarter of `slow_after`, and at least every second. The run takes no notice.
 
     Args:
@@ -46,19 +48,18 @@ def watch(engine: Engine[Any], slow_after: float = 5.0) -> Iterator[None]:
     over = threading.Event()
 
     def look() -> None:
-        known: dict[tuple[object, ...], tuple[float, bool]] = {}
+        known: dict[tuple[int, ...], tuple[float, bool]] = {}
         while not over.wait(min(1.0, slow_after / 4)):
             now, before, known = time.monotonic(), known, {}
             for record in engine.in_flight():
                 if record.kind == "dispatch":
                     continue
                 # Plain callbacks share the clock of their stage, so how long they have been seen counts as well.
-                key = record.kind, record.name, record.event, record.started_ns, record.background
-                first, told = before.get(key, (now, False))
+                first, told = before.get(record.execution, (now, False))
                 if not told and min(record.elapsed, now - first) >= slow_after:
                     told = True
-                    _report(record)
-                known[key] = first, told
+                    _report(record, engine.tracers.wanted)
+                known[record.execution] = first, told
 
     thread = threading.Thread(target=look, name="eventbus_engine watch", daemon=True)
     thread.start()
@@ -69,7 +70,7 @@ def watch(engine: Engine[Any], slow_after: float = 5.0) -> Iterator[None]:
         thread.join()
 
 
-def _report(record: InFlight) -> None:
+def _report(record: InFlight, provider: TracerProvider | None) -> None:
     frame = sys._current_frames().get(record.thread)
     stack = "".join(traceback.format_stack(frame)[-3:]).rstrip() if frame is not None else "unknown"
     log.warning(
@@ -80,11 +81,10 @@ def _report(record: InFlight) -> None:
         record.elapsed,
         stack,
     )
-    provider = current_provider()
     if provider is None or record.span is None:
         return
     start = time.time_ns() - int(record.elapsed * 1e9)
-    span = provider.get_tracer("eventbus_engine").start_span(
+    span = provider.get_tracer(SCOPE).start_span(
         f"slow {record.kind} {record.name}",
         context=set_span_in_context(NonRecordingSpan(record.span)),
         attributes={"eventbus.kind": "slow", "eventbus.event": record.event.value},

@@ -119,6 +119,20 @@ async def test_dispatches_algorithms_and_callbacks_are_histograms_by_event_name_
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("make", [lambda: None, ValueError])
+async def test_an_algorithm_is_measured_by_the_clock_of_its_trace(meters: Meters, make: Any) -> None:
+    """Without spans: its metric and its Trace say the same to the nanosecond, whether it fails or not."""
+    engine = Engine(make(), algorithms=[Clip()], meter_provider=meters.provider)
+    try:
+        traces = await engine.run_event(Event.BATCH_END)
+    except ValueError as error:
+        traces = error.traces  # type: ignore[attr-defined]
+    (point,) = meters.points("eventbus.algorithm.duration").values()
+
+    assert point.sum == pytest.approx(traces["clip/BATCH_END"].duration_ns / 1e9, rel=1e-12)
+
+
+@pytest.mark.anyio
 async def test_what_failed_is_measured_by_its_outcome_and_counted_by_its_error(meters: Meters) -> None:
     """Algorithm and dispatch fail with the same error; the event after it is fine."""
     engine = Engine(algorithms=[Clip()], meter_provider=meters.provider)
