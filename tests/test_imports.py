@@ -9,8 +9,18 @@ from typing import Any
 
 import pytest
 
-# Not rich: structlog, whose console renderer uses it, imports it where it is installed.
-FORBIDDEN = ("h11", "httpx", "numpy", "opentelemetry.exporter", "opentelemetry.sdk", "sklearn", "torch", "trio")
+FORBIDDEN = (
+    "h11",
+    "httpx",
+    "numpy",
+    "opentelemetry._logs",
+    "opentelemetry.exporter",
+    "opentelemetry.sdk",
+    "rich",
+    "sklearn",
+    "torch",
+    "trio",
+)
 
 
 def run(program: str) -> Any:
@@ -38,6 +48,19 @@ def test_help_of_the_command_line_loads_nothing_of_the_extras() -> None:
     )
 
     assert loaded == []
+
+
+def test_asking_for_a_destination_draws_no_random_number() -> None:
+    """Whenever a seeded program first asks; rich draws one at its import. What does not exist is no attribute."""
+    program = (
+        "import json, random\n"
+        "from eventbus_engine import loggers\n"
+        "before = random.getstate()\n"
+        "for name in loggers.__all__: getattr(loggers, name)\n"
+        "print(json.dumps([random.getstate() == before, hasattr(loggers, 'NoLogger')]))"
+    )
+
+    assert run(program) == [True, False]
 
 
 def test_import_has_no_effect_on_the_process() -> None:

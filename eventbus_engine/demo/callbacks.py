@@ -1,17 +1,15 @@
-"""The callbacks of the demo: one posts every batch to a server, one draws a progress bar."""
+"""The callback of the demo: it posts every batch to a server."""
 
 from __future__ import annotations
 
 import anyio
 import httpx
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from eventbus_engine.callback import Callback, OnError
 from eventbus_engine.logger import Logger
 from eventbus_engine.training import State
 
-__all__ = ["PostBatches", "ProgressBar"]
+__all__ = ["PostBatches"]
 
 
 class PostBatches(Callback[State]):
@@ -47,47 +45,3 @@ class PostBatches(Callback[State]):
     async def close(self, state: State, logger: Logger) -> None:
         """Close the connections."""
         await self._http.aclose()
-
-
-class ProgressBar(Callback[State]):
-    """Draw a progress bar on standard error, with loss, accuracy and time left. Silent where that is no terminal.
-
-    Args:
-        batches: how many batches the whole run has.
-        enabled: False draws nothing anywhere.
-    """
-
-    def __init__(self, batches: int, enabled: bool = True) -> None:
-        console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("epoch {task.fields[epoch]}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}"),
-            TextColumn("accuracy {task.fields[accuracy]}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not (enabled and console.is_terminal),
-        )
-        self._task = self._progress.add_task("training", total=batches, epoch=1, loss="-", accuracy="-")
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        """Show it."""
-        self._progress.start()
-
-    def epoch_start(self, state: State, logger: Logger) -> None:
-        """Epochs are counted from 1 on the screen."""
-        self._progress.update(self._task, epoch=int(state.timestamp.epoch) + 1)
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        """Advance by a batch."""
-        assert state.loss is not None  # noqa: S101 -- a batch that has ended has a loss
-        self._progress.update(self._task, advance=1, loss=f"{float(state.loss):.3f}")
-
-    def eval_end(self, state: State, logger: Logger) -> None:
-        """Show the accuracy on the held-out images."""
-        self._progress.update(self._task, accuracy=f"{state.metrics['metrics/eval/accuracy']:.1%}")
-
-    def close(self, state: State, logger: Logger) -> None:
-        """Leave the bar as it is and give the terminal back."""
-        self._progress.stop()

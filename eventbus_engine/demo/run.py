@@ -16,14 +16,14 @@ import torch
 from torch.nn import functional
 
 from eventbus_engine import telemetry
-from eventbus_engine.demo.callbacks import PostBatches, ProgressBar
+from eventbus_engine.demo.callbacks import PostBatches
 from eventbus_engine.demo.digits import make_loaders, make_model
 from eventbus_engine.demo.heartbeat import Heartbeat
 from eventbus_engine.demo.records import read_records
 from eventbus_engine.demo.report import Outcome, find_problems, format_report
 from eventbus_engine.demo.server import BatchServer
 from eventbus_engine.errors import ConfigurationError
-from eventbus_engine.loggers import JsonlLogger
+from eventbus_engine.loggers import JsonlLogger, ProgressBar
 from eventbus_engine.training import Trainer
 from eventbus_engine.training.algorithms import LabelSmoothing, LayerFreezing, MixUp, SelectiveBackprop
 
@@ -98,8 +98,8 @@ def make_trainer(options: Options, directory: Path, url: str) -> Trainer:
         # In batches: what depends on how much of the training is over then moves on with every batch.
         max_duration=f"{batches}ba",
         algorithms=[MixUp(), LabelSmoothing(), LayerFreezing(), SelectiveBackprop()],
-        callbacks=[ProgressBar(batches, options.progress), PostBatches(url)],
-        loggers=JsonlLogger(directory / "metrics.jsonl"),
+        callbacks=[PostBatches(url)],
+        loggers=[JsonlLogger(directory / "metrics.jsonl"), ProgressBar(enabled=options.progress)],
         seed=options.seed,
         run_name=directory.name,
     )

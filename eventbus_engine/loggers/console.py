@@ -10,17 +10,13 @@ import structlog
 
 from eventbus_engine.logger import LoggerDestination
 from eventbus_engine.loggers.plain import plain
+from eventbus_engine.loggers.records import key_values
 from eventbus_engine.trace import format_trace
 
 if TYPE_CHECKING:
     from eventbus_engine.trace import Traces
 
 __all__ = ["ConsoleLogger"]
-
-# Keys that structlog's console renderer, or the call that leads to it, gives a meaning of its own.
-_RESERVED = frozenset(
-    {"event", "exc_info", "exception", "level", "logger", "logger_name", "self", "stack", "stack_info", "timestamp"}
-)
 
 
 class ConsoleLogger(LoggerDestination):
@@ -67,7 +63,7 @@ class ConsoleLogger(LoggerDestination):
 
     def _print(self, title: str, values: Mapping[str, Any], step: int | None) -> None:
         prefix = "" if step is None else f"[STEP={step}] "
-        shown = {f"{key}_" if key in _RESERVED else str(key): _readable(value) for key, value in values.items()}
+        shown = key_values({key: _readable(value) for key, value in values.items()})
         self._log.info(prefix + title, **shown)
 
 

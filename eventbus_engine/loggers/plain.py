@@ -1,8 +1,9 @@
-"""Log values as plain Python: `plain` takes scalars out of tensors and arrays without knowing their libraries."""
+"""Log values as plain Python, taken out of tensors and arrays without knowing their libraries: `plain`, `jsonable`."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
@@ -10,7 +11,7 @@ from datetime import date
 from enum import Enum
 from typing import Any
 
-__all__ = ["plain"]
+__all__ = ["jsonable", "plain"]
 
 
 def plain(value: Any) -> Any:
@@ -44,6 +45,21 @@ def plain(value: Any) -> Any:
             return f"{type(value).__name__}: {value}"
         case _:
             return _unpack(value)
+
+
+def jsonable(value: Any) -> Any:
+    """The plain value, with the strings "NaN", "Infinity" and "-Infinity" for the floats that JSON lacks."""
+    return _without_constants(plain(value))
+
+
+def _without_constants(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: _without_constants(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_constants(item) for item in value]
+    return value
 
 
 def _unpack(value: Any) -> Any:
