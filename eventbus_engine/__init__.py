@@ -15,6 +15,7 @@ from eventbus_engine.errors import (
     ConfigurationError,
     CycleError,
     DeadlockError,
+    DeliveryError,
     EngineClosedError,
     EventBusError,
     HandlerCancelledError,
@@ -23,6 +24,11 @@ from eventbus_engine.errors import (
     PassError,
     SnapshotError,
     SpanFileError,
+    SpoolCorruptError,
+    SpoolError,
+    SpoolFullError,
+    SpoolInUseError,
+    SpoolRecordError,
     SyncUsageError,
     TelemetryError,
     TimeFormatError,
@@ -32,9 +38,12 @@ from eventbus_engine.errors import (
 from eventbus_engine.event import Event, EventName
 from eventbus_engine.in_flight import InFlight
 from eventbus_engine.logger import Logger, LoggerDestination
+from eventbus_engine.mailbox import DeliveryCounts
 from eventbus_engine.pair import Pair
 from eventbus_engine.passes import AlgorithmPass, ConflictWarning, LossInterpolationWarning
 from eventbus_engine.plan import Move, Plan
+from eventbus_engine.policy import Circuit, Retry
+from eventbus_engine.snapshot import Record
 from eventbus_engine.time import Time, Timestamp, TimeUnit
 from eventbus_engine.trace import Trace, Traces
 
@@ -47,11 +56,14 @@ __all__ = [
     "Callback",
     "CallbackErrors",
     "CallbackInUseError",
+    "Circuit",
     "CloseReport",
     "ConfigurationError",
     "ConflictWarning",
     "CycleError",
     "DeadlockError",
+    "DeliveryCounts",
+    "DeliveryError",
     "Engine",
     "EngineClosedError",
     "Envelope",
@@ -72,8 +84,15 @@ __all__ = [
     "Pair",
     "PassError",
     "Plan",
+    "Record",
+    "Retry",
     "SnapshotError",
     "SpanFileError",
+    "SpoolCorruptError",
+    "SpoolError",
+    "SpoolFullError",
+    "SpoolInUseError",
+    "SpoolRecordError",
     "Subscription",
     "SyncUsageError",
     "TelemetryError",

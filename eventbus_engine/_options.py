@@ -37,6 +37,33 @@ def read_timeout(owner: object, described: str) -> float | None:
     raise ConfigurationError(f"{described} has timeout={value!r}; give seconds as a positive number, or None")
 
 
+def read_number(
+    owner: object, name: str, default: float, described: str, *, what: str, least: float = 0, whole: bool = False
+) -> Any:
+    """An option that is a number of `what`, not below `least`.
+
+    Raises:
+        ConfigurationError: if it is not.
+    """
+    value = read_option(owner, name, default)
+    fits = isinstance(value, int) if whole else isinstance(value, int | float)
+    if fits and not isinstance(value, bool) and value >= least:
+        return value
+    raise ConfigurationError(f"{described} has {name}={value!r}; give a number of {what}, {least:g} or more")
+
+
+def read_instance(owner: object, name: str, cls: type[Any], described: str) -> Any:
+    """An option that is None, the default, or an object of a class.
+
+    Raises:
+        ConfigurationError: if it is not.
+    """
+    value = read_option(owner, name, None)
+    if value is None or isinstance(value, cls):
+        return value
+    raise ConfigurationError(f"{described} has {name}={value!r}; give a {cls.__name__}, or None")
+
+
 def read_choice(owner: object, name: str, choices: tuple[Any, ...], described: str) -> Any:
     """An option with a closed set of values, the first of which is the default."""
     value = read_option(owner, name, choices[0])

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Generator
 from contextvars import ContextVar
+from time import perf_counter
 from typing import Any, Generic, TypeVar
 
 import anyio
@@ -68,12 +69,21 @@ class Rest(Generic[T]):
 
 
 class FirstStep(Generator[Any, Any, Any]):
-    """Await something, and say so when it first suspends (never, if it does not)."""
+    """Await something, and say so when it first suspends (never, if it does not).
 
-    __slots__ = ("_steps", "_then")
+    Args:
+        awaitable: what to await.
+        then: called when it first suspends.
+        took: called after every step with the seconds it has taken, None if nobody asks.
+    """
 
-    def __init__(self, awaitable: Awaitable[Any], then: Callable[[], None]) -> None:
+    __slots__ = ("_steps", "_then", "_took")
+
+    def __init__(
+        self, awaitable: Awaitable[Any], then: Callable[[], None], took: Callable[[float], None] | None = None
+    ) -> None:
         self._steps = steps_of(awaitable)
+        self._took = took
         self._then: Callable[[], None] | None = then
 
     def __await__(self) -> Generator[Any, Any, Any]:
@@ -81,7 +91,14 @@ class FirstStep(Generator[Any, Any, Any]):
 
     def send(self, value: Any) -> Any:
         """Take a step."""
-        yielded = self._steps.send(value)
+        if self._took is None:
+            yielded = self._steps.send(value)
+        else:
+            before = perf_counter()
+            try:
+                yielded = self._steps.send(value)
+            finally:
+                self._took(perf_counter() - before)
         then, self._then = self._then, None
         if then is not None:
             then()

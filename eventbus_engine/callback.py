@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Generic, Literal, TypeAlias, cast
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, cast
 
 from typing_extensions import TypeVar
 
@@ -21,8 +22,12 @@ from eventbus_engine._options import (
     read_option,
     runs_on,
 )
-from eventbus_engine.errors import HandlerTypeError
+from eventbus_engine.errors import ConfigurationError, HandlerTypeError
 from eventbus_engine.event import RESERVED_VALUES, EventName
+from eventbus_engine.policy import Circuit, Retry
+
+if TYPE_CHECKING:
+    from eventbus_engine.spool import Spool
 
 __all__ = ["Callback", "HookNameWarning", "background", "bind_hook", "callback", "check_callback", "has_lifetime"]
 
@@ -52,7 +57,12 @@ class Callback(Generic[StateT]):
     anything. Besides the hooks: `open(state, logger)` runs once, before the first event; `close(state, logger)` and
     then `post_close()` run when the engine closes.
 
-    Options, all class or instance attributes:
+    With a method `send_records(records, logger)`, the hooks of a background callback return what there is to send
+    (None for nothing), and `send_records` gets that of the events that wait, up to `max_batch` of them at once, each
+    a frozen `Record` with its event, snapshot, time and id.
+
+    Options, all class or instance attributes, or arguments of the constructor where the class has none of its own (one
+    that has calls `super().__init__(**options)` to take them):
 
     * `name`: a string; the snake_case of the class by default.
     * `on_error`: `"raise"` (default: the event raises `CallbackErrors` once all callbacks are done), `"log"`, or
@@ -60,8 +70,21 @@ class Callback(Generic[StateT]):
     * `timeout`: seconds an async hook may take, None for no limit.
     * `delivery`: `"inline"` (default: the event waits for the hook) or `"background"`: a bounded mailbox
       (`max_pending` events, default 1000; `on_full` = `"drop_oldest"`, `"block"` or `"coalesce"`) drained in order by
-      a worker of its own, which hands the hook a frozen snapshot of the state: its time, and copies of the
-      attributes named in `snapshot`.
+      a worker of its own, which hands the hook a frozen snapshot of the state: its time, its metrics, and copies of
+      the attributes named in `snapshot`.
+    * `coalesce_key`: `(event, snapshot) -> key`, a method or a function: which events `"coalesce"` takes for alike.
+    * `max_batch`, `max_wait`: how many events go to `send_records` at once (default 100), and the seconds that a
+      batch waits to fill up (default 0.0: what waits is sent).
+    * `retry`: a `Retry`, for a background callback whose far side may be busy; None (default) for one attempt.
+    * `circuit`: a `Circuit`, for a background callback whose far side may be down; None (default) for none.
+    * `spool`: a path, or a `Spool`: a file for what `send_records` is to send, until it is sent, be it by the next
+      process; None (default) for none.
+    * `run_blocking`: whether its plain methods run on a thread of their own, for a client that blocks (default
+      False).
+    * `blocks_after`: seconds past which a hook that holds up the event loop is reported, once (default 0.1).
+
+    Raises:
+        HandlerTypeError: an argument that is no option.
     """
 
     name: str | None = None
@@ -72,11 +95,28 @@ class Callback(Generic[StateT]):
     max_pending: int = 1000
     on_full: OnFull = "drop_oldest"
     snapshot: tuple[str, ...] = ()
+    max_batch: int | None = None
+    max_wait: float = 0.0
+    retry: Retry | None = None
+    circuit: Circuit | None = None
+    spool: str | PathLike[str] | Spool | None = None
+    run_blocking: bool = False
+    blocks_after: float = 0.1
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        _check_options(options, type(self).__name__)
+        for option, value in options.items():
+            setattr(self, option, value)
 
     def run_event(self, event: EventName, state: StateT, logger: Any, /) -> Any:
         """Call the hook of this event, if there is one. Override it to take every event in one place."""
         hook = getattr(self, event.value, None)
         return hook(state, logger) if callable(hook) else None
+
+    def coalesce_key(self, event: EventName, state: StateT, /) -> Hashable:
+        """Which events `on_full="coalesce"` takes for alike: those of one key. By default, those of one name."""
+        return event
 
     def open(self, state: StateT, logger: Any, /) -> Any:
         """Acquire what the hooks need. Called once, before the first event. `def` or `async def`."""
@@ -136,7 +176,24 @@ class _WithOptions:
         return repr(self.__wrapped__)
 
 
-OPTIONS = ("name", "on_error", "quarantine_after", "timeout", "delivery", "max_pending", "on_full", "snapshot")
+OPTIONS = (
+    "name",
+    "on_error",
+    "quarantine_after",
+    "timeout",
+    "delivery",
+    "max_pending",
+    "on_full",
+    "snapshot",
+    "coalesce_key",
+    "max_batch",
+    "max_wait",
+    "retry",
+    "circuit",
+    "spool",
+    "run_blocking",
+    "blocks_after",
+)
 
 
 def _check_options(options: Mapping[str, Any], where: str) -> None:
@@ -211,6 +268,20 @@ def overrides(candidate: Any, method: str) -> Callable[..., Any] | None:
     return own_method(unwrap(candidate), method, Callback)
 
 
+def sender_of(candidate: Any) -> Callable[..., Any] | None:
+    """The bound `send_records` of a callback, None where it has none. A Mock's is made up, and does not count."""
+    target = unwrap(candidate)
+    if inspect.getattr_static(target, "send_records", MISSING) is MISSING:
+        return None
+    bound: Callable[..., Any] = target.send_records
+    return bound
+
+
+def has_sender(candidate: Any) -> bool:
+    """Whether a callback's hooks return what its `send_records` is to send."""
+    return sender_of(candidate) is not None
+
+
 def has_lifetime(candidate: Any) -> bool:
     """Whether the callback holds something between `open` and `close`, so that one engine at a time may use it."""
     return any(overrides(candidate, method) for method in ("open", "close", "post_close"))
@@ -234,6 +305,20 @@ def check_callback(candidate: Any) -> None:
         raise HandlerTypeError(f"{candidate!r} is no callback; pass an object with hooks named like events")
 
 
+def refuse_twice(kind: str, participants: Sequence[Any]) -> None:
+    """Refuse a participant that would be called twice.
+
+    Raises:
+        ConfigurationError: naming it.
+    """
+    targets = [unwrap(participant) for participant in participants]
+    for i, participant in enumerate(participants):
+        if any(targets[i] is other for other in targets[:i]):
+            raise ConfigurationError(
+                f"{kind} {name_of(participant)} is registered twice; register another instance of it"
+            )
+
+
 def check_hooks(candidate: Any, events: type[EventName]) -> None:
     """Check the hooks of a callback against a vocabulary: their signatures, and names that nearly match.
 
@@ -252,6 +337,9 @@ def check_hooks(candidate: Any, events: type[EventName]) -> None:
         bound_method = overrides(target, method)
         if bound_method is not None:
             check_call(bound_method, arguments, f"{name}.{method}")
+    sender = sender_of(target)
+    if sender is not None:
+        check_call(sender, "records, logger", f"{name}.send_records")
     for method, nearest in _near_misses(type(target), [event.value for event in events]):
         warnings.warn(
             f"{name}.{method} is no hook of {events.__name__}; did you mean {nearest}? "

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from eventbus_engine._options import is_async_callable
+from eventbus_engine.attempts import Attempts, OutOfTimeError
 from eventbus_engine.callback import overrides
 from eventbus_engine.delivery import Delivery
 from eventbus_engine.destinations import drain
-from eventbus_engine.errors import HandlerTimeoutError
+from eventbus_engine.entries import CallbackEntry
+from eventbus_engine.envelope import Envelope
+from eventbus_engine.errors import HandlerTimeoutError, SpoolError
+from eventbus_engine.event import EventName
 from eventbus_engine.fanout import run_fanout
 from eventbus_engine.handlers import HOOK, Handler, Occasion
 from eventbus_engine.logger import Logger, Pending
-from eventbus_engine.participants import CallbackEntry
+from eventbus_engine.mailbox import DeliveryCounts, Mailbox, sending
+from eventbus_engine.snapshot import Record
 
 if TYPE_CHECKING:
     from eventbus_engine.engine import Engine
@@ -37,7 +44,13 @@ class CloseReport:
         failed: name to exception, of those whose `close` or `post_close` raised.
         timed_out: those whose `close` or `post_close` did not finish by the deadline.
         in_flight: the events still being handled at the deadline.
-        undelivered: name to number of events or records that never reached a callback or destination.
+        undelivered: name to number of events or records that never reached a callback or destination, or that its
+            `send_records` could not send.
+        spooled: name to number of records that are left in the spool of a callback, to be sent by the next process.
+        deliveries: name to counts, of the background callbacks that had an event.
+        abandoned: those with a hook on a thread that has not come back.
+        unraised: name to number of events that failed in the background, of callbacks whose failures count
+            (`on_error="raise"`): there was no event left to raise them from.
         pending: closing was asked for from inside a handler, and happens once its event has been handled.
     """
 
@@ -46,6 +59,10 @@ class CloseReport:
     timed_out: list[str] = field(default_factory=list)
     in_flight: tuple[str, ...] = ()
     undelivered: dict[str, int] = field(default_factory=dict)
+    spooled: dict[str, int] = field(default_factory=dict)
+    deliveries: dict[str, DeliveryCounts] = field(default_factory=dict)
+    abandoned: list[str] = field(default_factory=list)
+    unraised: dict[str, int] = field(default_factory=dict)
     pending: bool = False
 
     @property
@@ -55,18 +72,22 @@ class CloseReport:
 
     @property
     def ok(self) -> bool:
-        """Whether everything was closed and nothing was left behind."""
-        return not (self.failed or self.timed_out or self.in_flight or self.undelivered or self.pending)
+        """Whether everything was closed, nothing was lost, and nothing that counts failed unseen.
+
+        What is `spooled` is late, and not lost.
+        """
+        troubles = (self.failed, self.timed_out, self.in_flight, self.undelivered, self.unraised, self.abandoned)
+        return not (any(troubles) or self.pending)
 
 
 closing_engine: ContextVar[object] = ContextVar("eventbus_engine_closing", default=None)
 """The engine whose closing has called what runs in this context."""
 
 
-class _Closing:
-    """Stands in for an envelope: closing is no event, but its handlers are called like hooks."""
+class _Moment(EventName):
+    """Closing is no event, but its handlers are called like hooks."""
 
-    event = type("_Close", (), {"name": "CLOSE", "value": "close"})()
+    CLOSE = "closing"
 
 
 async def close_participants(
@@ -78,6 +99,7 @@ async def close_participants(
     If this is interrupted, what is not closed by then stands in the report as timed out.
     """
     steps = _Steps(engine, report, delivery, deadline)
+    engine._hooks.append(steps.occasion)
     due: list[CallbackEntry] = []
     done = False
     try:
@@ -90,14 +112,22 @@ async def close_participants(
         await steps.run("post_close", [entry for entry in due if entry.name not in report.not_closed])
         done = True
     finally:
+        engine._hooks.remove(steps.occasion)
         due = due or [entry for entry in entries if entry.closes_in(engine)]
         if not done:
             report.timed_out += sorted({entry.name for entry in due} - report.not_closed)
+        report.deliveries = delivery.counts()
+        report.spooled = {name: counts.spooled for name, counts in report.deliveries.items() if counts.spooled}
+        report.unraised = delivery.unraised()
+        report.abandoned = [entry.name for entry in entries if entry.thread is not None and entry.thread.busy]
+        for name in report.abandoned:
+            log.error("callback %s has a hook on its thread that has not come back; the thread is left behind", name)
         report.closed = [entry.name for entry in due if entry.name not in report.not_closed]
         _count_undelivered(report, [entry for entry in due if entry.destination], engine.logger)
         engine.meters.settle()
         for entry in entries:
             entry.release(engine)
+        await delivery.close_spools()
 
 
 class _Steps:
@@ -108,7 +138,7 @@ class _Steps:
         self.delivery = delivery
         self.deadline = deadline
         self.logger = engine.logger
-        self.occasion = Occasion(_Closing(), engine.state, engine.logger, None)
+        self.occasion = Occasion(Envelope(_Moment.CLOSE), engine.state, engine.logger, None)
 
     async def run(self, method: str, entries: Sequence[CallbackEntry]) -> None:
         """Call their `close` or `post_close`, as far as they have one."""
@@ -125,23 +155,56 @@ class _Steps:
         bound = overrides(entry.callback, method)
         if bound is None:
             return None
-        call = self.delivery.at_home(entry, bound if method == "close" else lambda *_: bound())
+        placed, is_async = entry.placed(bound)
+        call = self.delivery.at_home(entry, placed if method == "close" else lambda *_: placed())
         # A deadline in the past still grants a moment, so that a `close` that need not wait gets to run.
         timeout = max(self.deadline - anyio.current_time(), 0.001)
-        is_async = is_async_callable(bound) or is_async_callable(call)
+        is_async = is_async or is_async_callable(call)
         return Handler(entry.name, call, HOOK, is_async=is_async, timeout=timeout)
 
     async def deliver_rest(self, entries: Sequence[CallbackEntry]) -> None:
         """Deliver, until the deadline, the records that wait for the async destinations."""
 
         async def deliver(entry: CallbackEntry, pending: Pending) -> None:
-            for failure in await self.delivery.at_home(entry, drain)(pending):
+            mailbox = self.delivery.mailboxes.get(entry)
+            seconds = self.deadline - anyio.current_time()
+            call = self.delivery.at_home(entry, _deliver_rest)
+            failures = await call(entry, pending, self.occasion, mailbox, seconds)
+            for failure in failures:
                 log.error("destination %s failed while closing", entry.name, exc_info=failure)
 
         with anyio.move_on_after(max(self.deadline - anyio.current_time(), 0)):
             async with anyio.create_task_group() as group:
                 for entry, pending in _pending(entries, self.logger):
                     group.start_soon(deliver, entry, pending)
+
+
+async def _deliver_rest(
+    entry: CallbackEntry, pending: Pending, occasion: Occasion, mailbox: Mailbox | None, seconds: float
+) -> list[Exception]:
+    """Deliver what was logged after the last event, and send what that comes to; returns what failed."""
+    rows: list[Any] = []
+    failures = await drain(pending, entry, rows)
+    kept = [row for row in rows if row is not None]
+    if entry.sender is None or not kept:
+        return failures
+    pending.lost += len(kept)
+    now = datetime.now(UTC)
+    records = [Record(None, None, now, os.urandom(16).hex(), row) for row in kept]
+    try:
+        if mailbox is not None and mailbox.outbox is not None:
+            await mailbox.outbox.send_rest(records, seconds)
+            error = None
+        else:
+            attempts = Attempts(entry)
+            attempts.hurry(anyio.current_time() + seconds)
+            error = await attempts.persist(sending(entry.sender, records), occasion)
+    except (OutOfTimeError, SpoolError) as raised:
+        error = raised
+    if error is not None:
+        return [*failures, error]
+    pending.lost -= len(kept)
+    return failures
 
 
 def _count_undelivered(report: CloseReport, destinations: Sequence[CallbackEntry], logger: Any) -> None:

@@ -5,29 +5,32 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio
+import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from eventbus_engine._steps import leave_loop
 from eventbus_engine.envelope import context_of
 from eventbus_engine.errors import ConfigurationError, SyncUsageError
-from eventbus_engine.fanout import run_fanout
-from eventbus_engine.handlers import ENVELOPE, HOOK, Handler, Occasion, Owner, add_note
-from eventbus_engine.lanes import Dispatch, Waiter
+from eventbus_engine.handlers import ENVELOPE, HOOK, Handler, Occasion, add_note
+from eventbus_engine.lanes import Dispatch
+from eventbus_engine.mailbox import PATIENCE, DeliveryCounts, Mailbox
 from eventbus_engine.snapshot import take_snapshot
+from eventbus_engine.waiting import Item
 
 if TYPE_CHECKING:
-    from eventbus_engine.event import EventName
-    from eventbus_engine.participants import CallbackEntry
+    from eventbus_engine.engine import Engine
+    from eventbus_engine.entries import CallbackEntry
+    from eventbus_engine.logger import Pending
+    from eventbus_engine.outbox import Outbox, Spools
     from eventbus_engine.sync import LoopThread
 
-__all__ = ["Delivery", "Mailbox"]
+__all__ = ["Delivery", "Room"]
 
 log: logging.Logger = logging.getLogger("eventbus_engine")
 
@@ -36,209 +39,6 @@ GRACE = 0.2
 
 Room = Callable[[], Awaitable[None]]
 """Waits until there is room in a mailbox for the event that was put into it."""
-
-
-class _Item(NamedTuple):
-    hook: Handler
-    occasion: Occasion
-    dispatch: Dispatch
-    size: int
-
-
-class Mailbox:
-    """The events that wait for one background callback, in order, and the worker that delivers them.
-
-    An event whose publisher is to wait for room (`on_full="block"`) stands in line already, beyond `max_pending`: so
-    the order is that of the publishing, and a publisher that is cancelled loses nothing.
-
-    Attributes:
-        entry: the callback.
-        thread: the thread its worker lives on, if that is not the engine's own.
-        delivered: events whose hook has run to its end.
-        failed: events whose hook raised or timed out.
-        dropped: events it will never see to the end: the mailbox was full, the callback would not open or was
-            dropped from the run, or the engine closed.
-        running: the delivery in progress.
-        occasion: the event of that.
-        stopped: whether it takes and delivers nothing any more.
-    """
-
-    def __init__(self, entry: CallbackEntry, thread: LoopThread | None = None) -> None:
-        self.entry = entry
-        self.thread = thread
-        self.delivered: int = 0
-        self.failed: int = 0
-        self.dropped: int = 0
-        self.running: set[Dispatch] = set()
-        self.occasion: Occasion | None = None
-        self._items: deque[_Item] = deque()
-        self._put_in = self._taken_out = 0
-        self._blocked: deque[tuple[int, Waiter]] = deque()
-        self._current: _Item | None = None
-        self.stopped: bool = False
-        self._arrived = anyio.Event()
-        self._idle = anyio.Event()
-        # Its own shield: cancelling the run shall not lose what `close` still has time to deliver.
-        self._scope = anyio.CancelScope(shield=True)
-
-    def put(self, item: _Item) -> int | None:
-        """Put an event in.
-
-        Returns:
-            None; or the event's number, for `wait_for_room`, if there was no room and the publisher is to wait for it.
-        """
-        if self.stopped:
-            self._drop(item)
-            return None
-        full = len(self._items) >= self.entry.max_pending
-        if full and self.entry.on_full != "block":
-            self._make_room_for(item)
-        if self._idle.is_set():
-            self._idle = anyio.Event()
-        self._items.append(item)
-        self._put_in += 1
-        self._arrived.set()
-        return self._put_in if full and self.entry.on_full == "block" else None
-
-    def _make_room_for(self, item: _Item) -> None:
-        event = item.occasion.event
-        alike = (i for i, waiting in enumerate(self._items) if waiting.occasion.event is event)
-        oldest = next(alike, 0) if self.entry.on_full == "coalesce" else 0
-        self._drop(self._items[oldest])
-        del self._items[oldest]
-
-    def _drop(self, item: _Item) -> None:
-        self.dropped += item.size
-
-    async def wait_for_room(self, number: int, dispatches: list[Dispatch]) -> None:
-        """Wait until the event of that number is within the bounds of the mailbox.
-
-        Args:
-            number: what `put` returned.
-            dispatches: who waits, and its ancestors.
-
-        Raises:
-            DeadlockError: the callback waits for one of those.
-        """
-        if number - self._taken_out > self.entry.max_pending and not self.stopped:
-            waiter = Waiter(self, dispatches[0], f"the full mailbox of callback {self.entry.name}, which is at ")
-            self._blocked.append((number, waiter))
-            await waiter.wait(dispatches)
-
-    async def run(self) -> None:
-        """Deliver, one after another, until stopped."""
-        try:
-            with self._scope:
-                while True:
-                    while self._items:
-                        await self._deliver(self._take())
-                    self._idle.set()
-                    self._arrived = anyio.Event()
-                    await self._arrived.wait()
-        except anyio.get_cancelled_exc_class():
-            # Its shield keeps out every scope, so it was the task itself that somebody cancelled.
-            log.error("the worker of background callback %s was cancelled; it gets no more events", self.entry.name)
-        finally:
-            self.stop()
-
-    def _take(self) -> _Item:
-        self._taken_out += 1
-        item = self._items.popleft()
-        self._admit_blocked()
-        return item
-
-    def _admit_blocked(self) -> None:
-        while self._blocked and (self.stopped or self._blocked[0][0] - self._taken_out <= self.entry.max_pending):
-            self._blocked.popleft()[1].ready.set()
-
-    async def _deliver(self, item: _Item) -> None:
-        entry, done = self.entry, None
-        self._current = item
-        self.running.add(item.dispatch)
-        self.occasion = item.occasion
-        try:
-            if not entry.opened and not entry.quarantined and (opener := entry.opener()) is not None:
-                await self._call(opener, item.occasion.untraced())
-            if entry.ready:
-                done = await self._call(item.hook, item.occasion)
-        finally:
-            self.running.clear()
-            self.occasion = None
-            # On a thread of its own it stays the current one for whatever the hook leaves behind there.
-            item.dispatch.running = item.dispatch.apart
-        if self._current is None:
-            return  # It outlived the closing, which has counted it as lost.
-        self._current = None
-        if done is None:
-            self._drop(item)
-        elif done:
-            self.delivered += 1
-        else:
-            self.failed += 1
-
-    async def _call(self, handler: Handler, occasion: Occasion) -> bool:
-        """Call a hook in a task of its own; its failure is the callback's own, and never the run's."""
-        failures = await run_fanout([_asynchronous(handler)], occasion)
-        for _, error in failures:
-            self.settle(handler.owner, error, occasion.event)
-        return not failures
-
-    def settle(self, owner: Owner, error: Exception, event: EventName) -> None:
-        """Have a failure logged, or the callback quarantined for it. There is no event left to raise it from."""
-        add_note(error, f"in background callback {self.entry.name} on {event.name}")
-        if owner.settle(error, event):
-            log.error("background callback %s failed on %s", self.entry.name, event.name, exc_info=error)
-
-    @property
-    def waiting(self) -> int:
-        """The events in it. May be read from any thread."""
-        return len(self._items)
-
-    @property
-    def idle(self) -> bool:
-        """Whether everything that was put in has been delivered."""
-        return self._idle.is_set()
-
-    async def drain(self, seconds: float) -> None:
-        """Wait until it is idle, for so many seconds."""
-        with anyio.move_on_after(seconds):
-            await self._idle.wait()
-
-    def stop(self) -> None:
-        """Stop the worker, and count what it leaves behind."""
-        self.abandon()
-        self._admit_blocked()
-        self._idle.set()
-        self._scope.cancel()
-
-    def abandon(self) -> None:
-        """Count what is left as lost. All that can be done from another thread, while a hook holds up the worker's."""
-        self.stopped = True
-        for item in [*([self._current] if self._current is not None else []), *self._items]:
-            self._drop(item)
-        self._current = None
-        self._items.clear()
-
-
-def _asynchronous(handler: Handler) -> Handler:
-    """A plain hook as an async one, for a task of its own: what it does to its task must not hit the worker."""
-    if handler.is_async:
-        return handler
-
-    @functools.wraps(handler.call)
-    async def call(*arguments: Any) -> Any:
-        result = handler.call(*arguments)
-        return await result if isinstance(result, Awaitable) else result
-
-    return Handler(
-        handler.name,
-        call,
-        handler.takes,
-        is_async=True,
-        timeout=handler.timeout,
-        owner=handler.owner,
-        heeded=handler.heeded,
-    )
 
 
 class Delivery:
@@ -253,6 +53,7 @@ class Delivery:
         self.mailboxes: dict[CallbackEntry, Mailbox] = {}
         self.start_thread: Callable[[], LoopThread] | None = None
         self._group: TaskGroup | None = None
+        self._spools: Spools | None = None
         self._thread_id = 0
 
     @property
@@ -283,13 +84,26 @@ class Delivery:
         if group is not None:
             await group.__aexit__(None, None, None)
 
-    def post(self, hook: Handler, occasion: Occasion, size: int = 1) -> list[Room]:
+    def counts(self) -> dict[str, DeliveryCounts]:
+        """How the events of each background callback have fared, by its name."""
+        return {mailbox.entry.name: mailbox.counts() for mailbox in list(self.mailboxes.values())}
+
+    def unraised(self) -> dict[str, int]:
+        """Name to number of failed events, of the callbacks whose failures an event would have raised."""
+        mailboxes = [mailbox for mailbox in self.mailboxes.values() if mailbox.entry.on_error == "raise"]
+        failed = [mailbox for mailbox in mailboxes if mailbox.counts().failed]
+        return {mailbox.entry.name: mailbox.counts().failed for mailbox in failed}
+
+    def post(
+        self, hook: Handler, occasion: Occasion, records: Pending | None = None, counts_itself: bool = True
+    ) -> list[Room]:
         """Put an event into its callback's mailbox: a snapshot of it, as it is now.
 
         Args:
             hook: what to call, of a background callback.
             occasion: the event.
-            size: for how many it counts if it is lost.
+            records: what was logged for a destination since its last event.
+            counts_itself: whether the event counts besides those: the destination has a hook for it.
 
         Returns:
             What to await, if the mailbox is full and the callback wants events to wait for room; else nothing.
@@ -301,7 +115,7 @@ class Delivery:
         entry: CallbackEntry = hook.owner
         if entry.quarantined:
             return []
-        mailbox = self.mailboxes.get(entry) or self._open_mailbox(entry)
+        mailbox = self.mailboxes.get(entry) or self._open_mailbox(entry, occasion.arguments[HOOK][1])
         thread = mailbox.thread
         if thread is None and threading.get_ident() != self._thread_id:
             raise SyncUsageError(
@@ -309,12 +123,14 @@ class Delivery:
                 f"the engine entered; call anyio.from_thread.run(engine.run_event, ...) instead of engine.sync"
             )
         try:
-            item = _address(hook, occasion, size, apart=thread is not None)
+            item = _address(hook, occasion, apart=thread is not None)
         except Exception as error:
             # What it asked for cannot be copied. That is its own failure, and never the run's.
-            mailbox.dropped += size
-            mailbox.settle(entry, error, occasion.event)
+            add_note(error, f"in background callback {entry.name} on {occasion.event.name}")
+            mailbox.dropped += counts_itself + (len(records) if records is not None else 0)
+            mailbox.attempts.settle(error, occasion.event)
             return []
+        item.records, item.counts_itself = records, counts_itself
         number = mailbox.put(item) if thread is None else thread.call(mailbox.put, item)
         if number is None:
             return []
@@ -324,14 +140,38 @@ class Delivery:
         # The worker never waits for an event there, since it may not publish any.
         return [functools.partial(thread.visit, mailbox.wait_for_room, number, [dispatch])]
 
-    def _open_mailbox(self, entry: CallbackEntry) -> Mailbox:
+    async def start(self, entries: Sequence[CallbackEntry], engine: Engine[Any]) -> None:
+        """Open the mailboxes of callbacks with a spool, which may have something to send before there is any event.
+
+        Raises:
+            CallbackInUseError: one is open in another engine.
+            SpoolError: a spool cannot be opened.
+        """
+        for entry in entries:
+            outbox = self._outbox(entry, engine.logger, apart=False)
+            if outbox is not None:
+                entry.claim(engine)
+                await outbox.open()
+                _ = self._open_mailbox(entry, engine.logger, outbox)
+
+    def _outbox(self, entry: CallbackEntry, logger: Any, *, apart: bool) -> Outbox | None:
+        if entry.spool is None:
+            return None
+        # Imported on use: few have a spool, and SQLite takes its time to load.
+        from eventbus_engine.outbox import Outbox, Spools
+
+        self._spools = self._spools or Spools()
+        return Outbox(entry, logger, self._spools, apart=apart)
+
+    def _open_mailbox(self, entry: CallbackEntry, logger: Any, outbox: Outbox | None = None) -> Mailbox:
         if self._group is not None:
-            mailbox = Mailbox(entry)
+            mailbox = Mailbox(entry, outbox=outbox or self._outbox(entry, logger, apart=False))
             # In a context of its own: it belongs to no event, and keeps nothing of the first one's alive.
             _ = Context().run(self._group.start_soon, mailbox.run)
         elif self.start_thread is not None:
             thread = self.start_thread()
-            mailbox = thread.call(Mailbox, entry, thread)
+            outbox = thread.call(functools.partial(self._outbox, entry, logger, apart=True))
+            mailbox = thread.call(Mailbox, entry, thread, outbox)
             thread.start_soon(mailbox.run)
         else:
             raise ConfigurationError(
@@ -358,24 +198,30 @@ class Delivery:
             Name to number of the events that were never delivered, those dropped earlier included.
         """
         mailboxes = self.mailboxes.values()
-        with anyio.move_on_after(max(deadline - anyio.current_time(), 0) + GRACE) as limit:
+        with anyio.move_on_after(max(deadline - anyio.current_time(), 0) + GRACE):
             # More than once: a hook may publish, and so fill a mailbox that was empty.
             while (seconds := deadline - anyio.current_time()) > 0 and not all(mailbox.idle for mailbox in mailboxes):
                 async with anyio.create_task_group() as group:
                     for mailbox in mailboxes:
                         _ = group.start_soon(self.at_home(mailbox.entry, mailbox.drain), seconds)
-            for mailbox in mailboxes:
-                if mailbox.thread is None:
-                    mailbox.stop()
-                else:
-                    await mailbox.thread.visit(mailbox.stop)
+        patience = GRACE + 2 * PATIENCE * any(mailbox.outbox is not None for mailbox in mailboxes)
+        with anyio.move_on_after(patience) as limit:
+            async with anyio.create_task_group() as group:
+                for mailbox in mailboxes:
+                    _ = group.start_soon(self.at_home(mailbox.entry, mailbox.finish))
         if limit.cancelled_caught:
             for mailbox in mailboxes:
                 mailbox.abandon()
-        lost = {mailbox.entry.name: mailbox.dropped for mailbox in self.mailboxes.values() if mailbox.dropped}
-        for name, count in lost.items():
-            log.error("background callback %s never saw %d events", name, count)
+        lost = {mailbox.entry.name: mailbox.lost for mailbox in self.mailboxes.values() if mailbox.lost}
+        for mailbox in self.mailboxes.values():
+            if dropped := mailbox.counts().dropped:
+                log.error("background callback %s never saw %d events", mailbox.entry.name, dropped)
         return lost
+
+    async def close_spools(self) -> None:
+        """Close the spools that were opened here."""
+        if self._spools is not None:
+            await anyio.to_thread.run_sync(self._spools.close)
 
 
 def _dispatch_of(occasion: Occasion) -> Dispatch:
@@ -383,15 +229,18 @@ def _dispatch_of(occasion: Occasion) -> Dispatch:
     return occasion.dispatch
 
 
-def _address(hook: Handler, occasion: Occasion, size: int, *, apart: bool) -> _Item:
+def _address(hook: Handler, occasion: Occasion, *, apart: bool) -> Item:
     """An event as its mailbox keeps it: with the snapshot for the callback, and the context it was published in."""
+    entry: CallbackEntry = hook.owner
     envelope = occasion.arguments[ENVELOPE][0]
     _, logger = occasion.arguments[HOOK]
-    snapshot = take_snapshot(hook.owner, occasion)
+    snapshot = take_snapshot(entry, occasion)
     bound = logger.bound_to(snapshot) if hasattr(logger, "bound_to") else logger
     dispatch = Dispatch(envelope, None, None, _dispatch_of(occasion).lanes, apart=apart)
     context = context_of(dispatch)
     context.run(leave_loop)
     theirs = Occasion(envelope, snapshot, bound, dispatch, occasion.tracer)
     theirs.context = context
-    return _Item(hook, theirs, dispatch, size)
+    key = entry.coalesce_key(occasion.event, snapshot) if entry.coalesce_key is not None else occasion.event
+    hash(key)  # here, where it fails as the callback's own
+    return Item(hook, theirs, dispatch, key=key)

@@ -2,53 +2,68 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable
 from contextvars import ContextVar
 from typing import Any
 
 import anyio
 
+from eventbus_engine.entries import CallbackEntry
 from eventbus_engine.handlers import HOOK, Handler
 from eventbus_engine.logger import Logger, Pending
-from eventbus_engine.participants import CallbackEntry
 
-__all__ = ["delivery_handler", "discard", "drain"]
+__all__ = ["Rows", "delivery_handler", "discard", "drain"]
+
+
+class Rows(list[Any]):
+    """What the `log_*` methods and the hook of a destination have returned for its `send_records`."""
+
+
+log: logging.Logger = logging.getLogger("eventbus_engine")
 
 _delivering: ContextVar[Pending | None] = ContextVar("eventbus_engine_delivering", default=None)
 
 
-def delivery_handler(entry: CallbackEntry, hook: Handler | None, logger: Any) -> tuple[Handler | None, int]:
+def delivery_handler(entry: CallbackEntry, hook: Handler | None, logger: Any) -> tuple[Handler | None, Pending | None]:
     """What a destination does on an event: its waiting records first, in order, then its hook. None for nothing.
 
     In the background it takes the records along, so that the mailbox bounds them too.
 
     Returns:
-        The handler, and the number of records and events it stands for.
+        The handler, and the records that it takes along.
     """
     pending = logger.pending(entry.callback) if isinstance(logger, Logger) else None
     if not pending:
-        return hook, 1
+        return hook, None
     records = pending if entry.delivery == "inline" else pending.take()
 
-    async def deliver(*arguments: Any) -> None:
-        failures = await drain(records)
+    async def deliver(*arguments: Any) -> Rows:
+        rows = Rows()
+        failures = await drain(records, entry, rows)
         if records is not pending:
-            pending.lost += records.lost
+            pending.lost, records.lost = pending.lost + records.lost, 0
+        if failures and entry.patient:
+            # The rest waits for the next attempt, in its order.
+            raise failures[0]
+        if failures and entry.sender is not None:
+            for failure in failures:
+                log.error("destination %s failed in making a record", entry.name, exc_info=failure)
+            failures.clear()
         if hook is not None:
             try:
                 result = hook.call(*arguments)
-                if isinstance(result, Awaitable):
-                    await result
+                rows.append(await result if isinstance(result, Awaitable) else result)
             except Exception as error:
                 failures.append(error)
         if len(failures) == 1:
             raise failures[0]
         if failures:
             raise ExceptionGroup(f"{len(failures)} failures of destination {entry.name}", failures)
+        return rows
 
     takes = HOOK if hook is None else hook.takes
-    handler = Handler(entry.name, deliver, takes, is_async=True, timeout=entry.timeout, owner=entry)
-    return handler, len(records) + (hook is not None)
+    return Handler(entry.name, deliver, takes, is_async=True, timeout=entry.timeout, owner=entry), records
 
 
 def discard(entry: CallbackEntry, logger: Any) -> None:
@@ -59,8 +74,13 @@ def discard(entry: CallbackEntry, logger: Any) -> None:
         pending.clear()
 
 
-async def drain(pending: Pending) -> list[Exception]:
-    """Deliver every waiting record, in order; one that fails does not keep back the next.
+async def drain(pending: Pending, entry: CallbackEntry, rows: list[Any]) -> list[Exception]:
+    """Deliver every waiting record, in order. One that fails does not keep back the next, unless it is to be retried.
+
+    Args:
+        pending: the records.
+        entry: the destination.
+        rows: gets what the records come to.
 
     Returns:
         The failures.
@@ -77,9 +97,18 @@ async def drain(pending: Pending) -> list[Exception]:
             send = pending.popleft()
             pending.lost += 1
             try:
-                await send()
+                if entry.thread is not None:
+                    row = await entry.thread.run(send)
+                else:
+                    result = send()
+                    row = await result if isinstance(result, Awaitable) else result
+                rows.append(row)
             except Exception as error:
                 failures.append(error)
+                if entry.patient:
+                    pending.appendleft(send)
+                    pending.lost -= 1
+                    break
             else:
                 pending.lost -= 1
     finally:

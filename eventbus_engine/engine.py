@@ -23,6 +23,7 @@ from eventbus_engine.handlers import Handler, Occasion, outcome_of, raise_failur
 from eventbus_engine.in_flight import InFlight, read_in_flight
 from eventbus_engine.lanes import Dispatch
 from eventbus_engine.logger import Logger
+from eventbus_engine.mailbox import DeliveryCounts
 from eventbus_engine.pair import Pair
 from eventbus_engine.participants import Participants
 from eventbus_engine.passes import AlgorithmPass
@@ -88,6 +89,7 @@ class Engine(Generic[StateT]):
         self.tracers: TracerSource = TracerSource(tracer_provider)
         self.meters: MeterSource = MeterSource(self, meter_provider)
         self._active: dict[Dispatch, Occasion] = {}
+        self._hooks: list[Occasion] = []  # of what is being opened or closed
         self._opening: tuple[Dispatch, anyio.Event] | None = None
         self._close_timeout: float | None = None
         self._closers: set[anyio.Event] = set()
@@ -99,8 +101,6 @@ class Engine(Generic[StateT]):
         self._bus: EventBus | None = None
         if bus is not None:
             bus.use(self)
-
-    # ------------------------------------------------------------------------------------------------ what it holds
 
     @property
     def bus(self) -> EventBus:
@@ -132,10 +132,11 @@ class Engine(Generic[StateT]):
         return SyncEngine(self)
 
     def in_flight(self) -> tuple[InFlight, ...]:
-        """What it is executing now, in the order of its start. From any thread, and closed or not."""
-        return read_in_flight(tuple(self._active.values()), self._delivery.in_flight())
+        """What it is executing now, in the order of its start. From any thread, and closed or not.
 
-    # --------------------------------------------------------------------------------------------------- publishing
+        Callbacks that are being opened or closed are there as well: on the event that opens them, or on `CLOSE`.
+        """
+        return read_in_flight(tuple(self._active.values()), (*self._delivery.in_flight(), *self._hooks))
 
     async def run_event(self, event: EventName | str, state: Any = None) -> Traces:
         """Publish an event about a state on the bus, and return once it has been handled.
@@ -268,13 +269,20 @@ class Engine(Generic[StateT]):
         failures: list[tuple[Handler, Exception]] = []
         if handlers:
             self._opening = dispatch, anyio.Event()
+            hooks = occasion.untraced()
+            self._hooks.append(hooks)
             try:
-                failures = await run_fanout(handlers, occasion.untraced())
+                failures = await run_fanout(handlers, hooks)
             finally:
+                self._hooks.remove(hooks)
                 self._opening[1].set()
                 self._opening = None
         participants.all_opened = not failures
         raise_failures(failures, occasion.event)
+
+    def deliveries(self) -> dict[str, DeliveryCounts]:
+        """How the events of each background callback that had one have fared so far, by its name."""
+        return self._delivery.counts()
 
     # ------------------------------------------------------------------------------------------------------ closing
 
@@ -303,9 +311,9 @@ class Engine(Generic[StateT]):
         return self._report or CloseReport(pending=True)
 
     async def _wait_for_active(self, timeout: float) -> None:
-        idle = anyio.Event()
         if not self._active:
             return
+        idle = anyio.Event()
         self._closers.add(idle)
         try:
             with anyio.move_on_after(timeout):
@@ -351,6 +359,11 @@ class Engine(Generic[StateT]):
         if self.closed:
             raise EngineClosedError("the engine is closed and cannot be entered again; make a new Engine")
         await self._delivery.__aenter__()
+        try:
+            await self._delivery.start(self._roster.now().entries, self)
+        except BaseException as error:
+            await self.__aexit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     async def __aexit__(

@@ -17,10 +17,16 @@ Every error of this package derives from `EventBusError`, so one `except` catche
     ├── HandlerCancelledError                a callback that cancelled itself
     ├── DeadlockError                        dispatches that wait for each other's lanes
     ├── EngineClosedError (RuntimeError)     an event for an engine that is closed, or closing
+    ├── DeliveryError (RuntimeError)         records that the far side of a destination did not take
     ├── SnapshotError (AttributeError)       a background callback read what its snapshot does not hold
     ├── SyncUsageError (RuntimeError)        `engine.sync` called from one of the engine's own handlers
     ├── TelemetryError (RuntimeError)        tracing asked to do what its set-up cannot do
     │   └── SpanFileError (ValueError)       a file of spans with a line that is no request
+    ├── SpoolError (RuntimeError)            a spool that cannot be opened, read or written
+    │   ├── SpoolInUseError                  a spool that another writer has open
+    │   ├── SpoolFullError                   no room on the disk for what was to be spooled
+    │   ├── SpoolCorruptError                a spool whose file is damaged
+    │   └── SpoolRecordError (ValueError)    a record that is too large, or holds what cannot be encoded
     └── CallbackErrors (ExceptionGroup)      what the callbacks of one event raised, in registration order
 """
 
@@ -112,6 +118,20 @@ class EngineClosedError(EventBusError, RuntimeError):
     """The engine is closed, or closing, and takes no more events."""
 
 
+class DeliveryError(EventBusError, RuntimeError):
+    """The far side of a destination did not take a batch of records.
+
+    Attributes:
+        retryable: whether the same batch may be taken later: the far side is down, or busy.
+        retry_after: the seconds that it asked to be left alone for; None if it did not.
+    """
+
+    def __init__(self, message: str, *, retryable: bool = False, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retryable: bool = retryable
+        self.retry_after: float | None = retry_after
+
+
 class SnapshotError(EventBusError, AttributeError):
     """A background callback read an attribute of the state that its `snapshot` does not declare."""
 
@@ -134,6 +154,37 @@ class SpanFileError(TelemetryError, ValueError):
         )
         self.path = path
         self.line = line
+
+
+class SpoolError(EventBusError, RuntimeError):
+    """A spool cannot be opened, read or written. `path` is its file."""
+
+    def __init__(self, message: str, path: str | os.PathLike[str] = "") -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class SpoolInUseError(SpoolError):
+    """Another process, or another `Spool` of this one, has the file open. A spool has one writer at a time."""
+
+
+class SpoolFullError(SpoolError):
+    """The disk has no room. What was spooled before stays, and the spool goes on once there is room.
+
+    `stored` says how many of the records, from the first, were stored before.
+    """
+
+    def __init__(self, message: str, path: str | os.PathLike[str] = "", stored: int = 0) -> None:
+        super().__init__(message, path)
+        self.stored = stored
+
+
+class SpoolCorruptError(SpoolError):
+    """The file of a spool is damaged, or is none."""
+
+
+class SpoolRecordError(SpoolError, ValueError):
+    """A record is too large for its spool, or holds a value that cannot be encoded."""
 
 
 class CallbackErrors(EventBusError, ExceptionGroup[Exception]):

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from contextvars import Context, copy_context
-from time import perf_counter_ns
+from time import perf_counter, perf_counter_ns
 from typing import Any, TypeAlias
 
 import anyio
@@ -18,7 +18,8 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from eventbus_engine._steps import FirstStep, need_loop, without_loop
-from eventbus_engine.handlers import Handler, Occasion, judge, open_span, outcome_of, time_limit
+from eventbus_engine.handlers import Handler, Occasion, judge, open_span, outcome_of
+from eventbus_engine.limits import check_step, step_checker, time_limit
 from eventbus_engine.relay import find_relay
 from eventbus_engine.telemetry.spans import Activity
 
@@ -58,14 +59,22 @@ def begin_fanout(handlers: Sequence[Handler], occasion: Occasion, rest: Rest | N
     if occasion.tracer is None:
         arguments = occasion.arguments
         occasion.since = 0
+        before = perf_counter()
         for at, handler in enumerate(handlers):
             if handler.is_async:
                 fan = FanOut(handlers, occasion, rest, at)
                 break
             occasion.now = handler
+            error = None
             try:
                 result = handler.call(*arguments[handler.takes])
-            except Exception as error:
+            except Exception as raised:
+                result, error = None, raised
+            # One look at the clock for each: the end of one is the beginning of the next.
+            began, before = before, perf_counter()
+            if before - began > handler.blocks_after:
+                check_step(handler, occasion.event, before - began)
+            if error is not None:
                 fan = FanOut(handlers, occasion, rest, at + 1)
                 fan.fail(at, error)
                 break
@@ -115,10 +124,11 @@ class FanOut:
         handlers, occasion = self.handlers, self.occasion
         arguments, traced = occasion.arguments, occasion.tracer is not None
         occasion.since = 0
+        after = perf_counter()
         for handler in handlers[self.at :]:
             if handler.is_async:
                 break
-            occasion.now = handler
+            occasion.now, before = handler, after
             try:
                 if traced:
                     self.begun = self._call_traced(handler)
@@ -129,30 +139,28 @@ class FanOut:
             except Exception as error:
                 self.fail(self.at, error)
             else:
-                if self.begun is not None:
-                    break
-                if handler.heeded:
+                if self.begun is None and handler.heeded:
                     handler.owner.succeeded()
+            after = perf_counter()
+            check_step(handler, occasion.event, after - before)
+            if self.begun is not None:
+                break
             self.at += 1
         occasion.now = None
         return self.at < len(handlers)
 
     def _call_traced(self, handler: Handler) -> Begun | None:
         self.occasion.span = span = open_span(handler, self.occasion)
-        error: BaseException | None = None
+        assert span is not None  # noqa: S101 -- there is a tracer
         try:
             result = handler.call(*self.occasion.arguments[handler.takes])
-            if result is not None and isinstance(result, Awaitable):
-                begun, span = (result, span), None
-                if begun[1] is not None:
-                    begun[1].leave()
-                return begun
-        except BaseException as raised:
-            error = raised
+        except BaseException as error:
+            span.end(outcome_of(error), error)
             raise
-        finally:
-            if span is not None:
-                span.end(outcome_of(error), error)
+        if result is not None and isinstance(result, Awaitable):
+            span.leave()
+            return result, span
+        span.end("ok")
         return None
 
     @property
@@ -176,13 +184,13 @@ class FanOut:
                 log.error("callback %s failed on %s, which was cancelled", name, event, exc_info=failure)
             raise _fatal(fatal)
 
-    async def run_one(self, at: int, begun: Begun | None, steps: Callable[[Awaitable[Any]], Awaitable[Any]]) -> None:
+    async def run_one(self, at: int, begun: Begun | None, started: Callable[[], None]) -> None:
         """Run an async handler, in a task that is its own from when it first suspends.
 
         Args:
             at: which one.
             begun: what it has returned and its span, if it has been called already.
-            steps: wraps what is awaited.
+            started: called when it first suspends.
 
         Raises:
             BaseException: what is no failure of the handler: a cancellation from outside, say.
@@ -200,7 +208,8 @@ class FanOut:
         try:
             what = f"callback {handler.name} did not finish {occasion.event.name}"
             with nullcontext() if handler.timeout is None else time_limit(handler.timeout, what):
-                await steps(handler.call(*occasion.arguments[handler.takes]) if awaitable is None else awaitable)
+                steps = handler.call(*occasion.arguments[handler.takes]) if awaitable is None else awaitable
+                await FirstStep(steps, started, step_checker(handler, occasion.event))
             if handler.heeded:
                 handler.owner.succeeded()
         except BaseException as raised:
@@ -282,7 +291,7 @@ class _Group:
             elif started is not None:
                 started.set()
 
-        await self.fan.run_one(at, begun, lambda awaitable: FirstStep(awaitable, hand_on))
+        await self.fan.run_one(at, begun, hand_on)
         hand_on()
 
 

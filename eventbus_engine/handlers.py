@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import Context
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -33,7 +33,6 @@ __all__ = [
     "open_span",
     "outcome_of",
     "raise_failures",
-    "time_limit",
 ]
 
 HOOK: Final = 0
@@ -65,9 +64,24 @@ class Handler:
         timeout: seconds for what is awaited, None for no limit.
         owner: who decides about its failures; None: the event fails.
         heeded: whether the owner wants to hear of each success as well.
+        blocks_after: seconds past which its owner's `blocked(seconds, event)` hears that it has held up the event loop.
+
+    Attributes:
+        suspends: whether it did the last time, or has not been called yet.
     """
 
-    __slots__ = ("call", "heeded", "is_async", "name", "owner", "takes", "templates", "timeout")
+    __slots__ = (
+        "blocks_after",
+        "call",
+        "heeded",
+        "is_async",
+        "name",
+        "owner",
+        "suspends",
+        "takes",
+        "templates",
+        "timeout",
+    )
 
     def __init__(
         self,
@@ -79,6 +93,7 @@ class Handler:
         timeout: float | None = None,
         owner: Owner | None = None,
         heeded: bool = False,
+        blocks_after: float = math.inf,
     ) -> None:
         self.name: str = name
         self.call: Callable[..., Any] = call
@@ -87,6 +102,8 @@ class Handler:
         self.timeout: float | None = timeout
         self.owner: Any = owner
         self.heeded: bool = heeded
+        self.blocks_after: float = blocks_after
+        self.suspends: bool = True
         self.templates: dict[EventName, Template] = {}
 
 
@@ -152,8 +169,8 @@ class Occasion:
 
     def end_task(self, key: object) -> None:
         """Forget it."""
-        if self.tasks is not None:
-            self.tasks.pop(key, None)
+        assert self.tasks is not None  # noqa: S101 -- it has been noted
+        self.tasks.pop(key, None)
 
     def untraced(self) -> Occasion:
         """The same without spans."""
@@ -239,21 +256,3 @@ def open_span(handler: Handler, occasion: Occasion) -> Activity | None:
         template = handler_template("callback", handler.name, event, handler.call, background=background)
         handler.templates[event] = template
     return tracer.open(template)
-
-
-@contextmanager
-def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """Cancel what runs inside after so many seconds. Past them it has failed, whatever it makes of its cancellation.
-
-    Raises:
-        HandlerTimeoutError: with what it raised instead, if anything, as the cause.
-    """
-    with anyio.move_on_after(seconds) as scope:
-        try:
-            yield
-        except Exception as error:
-            if scope.cancel_called:
-                raise HandlerTimeoutError(f"{what} within {seconds:g} s") from error
-            raise
-    if scope.cancel_called:
-        raise HandlerTimeoutError(f"{what} within {seconds:g} s")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from eventbus_engine._options import MISSING, is_async_callable, name_of, own_method
-from eventbus_engine.callback import Callback, OnError, unwrap
+from eventbus_engine._options import MISSING, is_async_callable, name_of, own_method, read_option
+from eventbus_engine.callback import Callback, OnError, has_sender, unwrap
 from eventbus_engine.handlers import add_note
 from eventbus_engine.trace import batches_done
 
@@ -27,6 +27,8 @@ class LoggerDestination(Callback[Any]):
 
     Override what you care for, `def` or `async def`. A plain method is called at once, on whichever thread logged;
     an async one receives its records in order when the destinations run, after the callbacks of the event.
+    With a `send_records`, they return what there is to send, as the hooks do. With `run_blocking`, the plain ones are
+    called with the async ones, on the destination's thread.
     A destination that fails never stops a run: `on_error` is `"log"` unless you say otherwise.
     """
 
@@ -82,12 +84,24 @@ def _as_it_is(argument: Any) -> Any:
     return list(argument) if isinstance(argument, list) else argument
 
 
-def _identity(result: Awaitable[Any]) -> Awaitable[Any]:
+def _identity(result: Any) -> Any:
     return result
 
 
 def _raise(error: Exception) -> None:
     raise error
+
+
+class _Made:
+    """A record that has been made: there is nothing to do but return it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __call__(self) -> Any:
+        return self.value
 
 
 class Pending(deque[Callable[[], Any]]):
@@ -110,22 +124,33 @@ class Pending(deque[Callable[[], Any]]):
             taken.append(self.popleft())
         return taken
 
+    def take_made(self) -> list[Any] | None:
+        """Take out what they come to, if all of them are made already, so that no code of the destination's runs."""
+        values = [record.value for record in self if isinstance(record, _Made)]
+        if len(values) < len(self):
+            return None
+        self.clear()
+        return values
+
 
 class _Port:
     """The logger's end of one destination: which methods it has, and the records waiting for its async ones."""
 
-    __slots__ = ("destination", "methods", "name", "pending")
+    __slots__ = ("destination", "methods", "name", "pending", "sends")
 
     def __init__(self, destination: Any) -> None:
         self.destination = destination
         self.name = name_of(destination)
         self.pending = Pending()
         target = unwrap(destination)
+        # By method: what to call, and whether only when the destinations run.
         self.methods: dict[str, tuple[Callable[..., Any], bool]] = {}
+        blocking = read_option(destination, "run_blocking", False) is True
+        self.sends: bool = has_sender(destination)
         for method in _METHODS:
             bound = own_method(target, method, LoggerDestination)
             if bound is not None:
-                self.methods[method] = bound, is_async_callable(bound)
+                self.methods[method] = bound, is_async_callable(bound) or blocking
 
 
 class Logger:
@@ -235,8 +260,8 @@ class Logger:
             found = port.methods.get(method)
             if found is None:
                 continue
-            function, is_async = found
-            if is_async:
+            function, later = found
+            if later:
                 kept = [_as_it_is(argument) for argument in args]
                 port.pending.append(functools.partial(function, *kept, **kwargs))
                 continue
@@ -247,6 +272,8 @@ class Logger:
             else:
                 if isinstance(result, Awaitable):
                     port.pending.append(functools.partial(_identity, result))
+                elif port.sends and result is not None:
+                    port.pending.append(_Made(result))
 
     def _keep_failure(self, port: _Port, method: str, error: Exception) -> None:
         """Leave the failure to the destination stage, where the destination's `on_error` decides about it."""

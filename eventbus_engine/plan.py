@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from eventbus_engine._options import accepts, free_name, name_of
+from eventbus_engine.entries import AlgorithmEntry
 from eventbus_engine.errors import ConfigurationError, PassError
 from eventbus_engine.event import EventName
 from eventbus_engine.handlers import add_note
-from eventbus_engine.participants import AlgorithmEntry
 from eventbus_engine.passes import DEFAULT_PASSES, AlgorithmPass, pass_name
 
 __all__ = ["Move", "Order", "Plan", "arrange", "collect_passes"]

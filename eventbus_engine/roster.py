@@ -14,8 +14,8 @@ from eventbus_engine.plan import Order, arrange, collect_passes
 
 if TYPE_CHECKING:
     from eventbus_engine.engine import Engine
+    from eventbus_engine.entries import AlgorithmEntry
     from eventbus_engine.event import EventName
-    from eventbus_engine.participants import AlgorithmEntry
 
 __all__ = ["DEFAULT_PASSES", "Roster"]
 

@@ -8,13 +8,14 @@ from functools import partial
 from time import perf_counter_ns, time_ns
 from typing import Any, TypeAlias
 
+from eventbus_engine.entries import AlgorithmEntry
 from eventbus_engine.errors import AsyncMatchError
 from eventbus_engine.event import EventName
-from eventbus_engine.handlers import EVENT, Occasion, add_note, outcome_of, time_limit
+from eventbus_engine.handlers import EVENT, Occasion, add_note, outcome_of
+from eventbus_engine.limits import time_limit
 from eventbus_engine.logger import Logger
-from eventbus_engine.participants import AlgorithmEntry
 from eventbus_engine.plan import Order
-from eventbus_engine.telemetry.spans import Activity, EngineTracer, handler_template
+from eventbus_engine.telemetry.spans import Activity, Template, handler_template
 from eventbus_engine.trace import Trace, Traces, step_of
 
 __all__ = ["Offload", "attach_traces", "matches", "run_algorithms"]
@@ -110,7 +111,8 @@ def is_match(entry: AlgorithmEntry, result: object) -> bool:
 
 async def _apply(entry: AlgorithmEntry, trace: Trace, offset: int, occasion: Occasion, offload: Offload | None) -> None:
     """Run one algorithm, and note in its trace how that went."""
-    span = None if occasion.tracer is None else _open_span(entry, trace, occasion.tracer)
+    tracer = occasion.tracer
+    span = None if tracer is None or not tracer.spans else tracer.open(_template_of(entry, occasion), order=trace.order)
     occasion.now, occasion.span = entry, span
     occasion.since = started = perf_counter_ns()
     trace.start_ns = started + offset
@@ -132,15 +134,16 @@ async def _apply(entry: AlgorithmEntry, trace: Trace, offset: int, occasion: Occ
             if isinstance(trace.exit_code, int):
                 span.set("eventbus.exit_code", trace.exit_code)
             span.end(trace.outcome, trace.error)
+        elif tracer is not None:
+            tracer.measured(_template_of(entry, occasion), trace.duration_ns, trace.outcome, trace.error)
 
 
-def _open_span(entry: AlgorithmEntry, trace: Trace, tracer: EngineTracer) -> Activity:
-    assert trace.event is not None  # noqa: S101 -- it stands for a run
-    template = entry.templates.get(trace.event)
+def _template_of(entry: AlgorithmEntry, occasion: Occasion) -> Template:
+    template = entry.templates.get(occasion.event)
     if template is None:
-        template = handler_template("algorithm", entry.name, trace.event, entry.apply)
-        entry.templates[trace.event] = template
-    return tracer.open(template, order=trace.order)
+        template = handler_template("algorithm", entry.name, occasion.event, entry.apply)
+        entry.templates[occasion.event] = template
+    return template
 
 
 async def _call(entry: AlgorithmEntry, occasion: Occasion, offload: Offload | None) -> Any:

@@ -3,23 +3,49 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eventbus_engine.errors import SnapshotError
 from eventbus_engine.handlers import HOOK, Occasion
+from eventbus_engine.time import Time, Timestamp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from eventbus_engine.participants import CallbackEntry
+    from eventbus_engine.entries import CallbackEntry
+    from eventbus_engine.event import EventName
 
-__all__ = ["Snapshot", "take_snapshot"]
+__all__ = ["Record", "Snapshot", "kept_values", "take_snapshot"]
+
+
+class Record(NamedTuple):
+    """One thing to send, as `send_records` gets it.
+
+    Attributes:
+        event: where it comes from; None for what was logged after the last event.
+        state: the event's snapshot, None without an event.
+        time: when the event was published, in UTC.
+        id: unique, and the same for every attempt to send it: the key by which the far side can tell a repetition.
+        value: what the hook, or the `log_*` method, has returned.
+    """
+
+    event: EventName | None
+    state: Any
+    time: datetime
+    id: str
+    value: Any
+
+
+_UNASKED = ("timestamp", "metrics")
+"""What every snapshot holds: when it was, and how well it went so far."""
 
 
 class Snapshot:
     """What a background callback gets for the state: copies of what it declared, as they were at the event.
 
-    The `timestamp` is there without being declared, if the state has one. Reading anything else is a `SnapshotError`.
+    The `timestamp` and the `metrics` are there without being declared, if the state has them. Reading anything else
+    is a `SnapshotError`.
     """
 
     __slots__ = ("_declared", "_name", "_values")
@@ -38,7 +64,7 @@ class Snapshot:
             raise AttributeError(name)
         if name in self._values:
             return self._values[name]
-        if name in ("timestamp", *self._declared):
+        if name in (*_UNASKED, *self._declared):
             raise SnapshotError(
                 f"background callback {self._name} read state.{name}, which the state did not have at the event"
             )
@@ -63,6 +89,15 @@ class Snapshot:
         return f"<Snapshot for {self._name}: {', '.join(self._values)}>"
 
 
+def kept_values(snapshot: Snapshot) -> dict[str, Any]:
+    """What is kept of a snapshot that outlives the process: its time, and what was declared."""
+    names = ("timestamp", *snapshot._declared)
+    return {name: value for name, value in snapshot._values.items() if name in names}
+
+
+_FROZEN = (str, int, float, bytes, type(None), Time, Timestamp)
+
+
 def take_snapshot(entry: CallbackEntry, occasion: Occasion) -> Snapshot:
     """Copy what the callback declared, each attribute once per event however many callbacks ask for it.
 
@@ -73,7 +108,7 @@ def take_snapshot(entry: CallbackEntry, occasion: Occasion) -> Snapshot:
     if occasion.copies is None:
         occasion.copies = {}
     copies = occasion.copies
-    taken = [name for name in ("timestamp", *entry.snapshot) if hasattr(state, name)]
+    taken = [name for name in (*_UNASKED, *entry.snapshot) if hasattr(state, name)]
     for name in taken:
         if name not in copies:
             copies[name] = freeze(getattr(state, name))
@@ -85,6 +120,8 @@ def freeze(value: Any) -> Any:
 
     A tensor is detached from its graph first, also one inside a list, tuple or dict: a graph cannot be copied.
     """
+    if isinstance(value, _FROZEN):
+        return value
     if hasattr(value, "detach") and hasattr(value, "clone"):
         return value.detach().clone()
     if type(value) in (list, tuple, set):

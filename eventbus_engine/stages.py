@@ -112,9 +112,10 @@ async def _run_destinations(
         if entry.quarantined:
             discard(entry, logger)
             continue
-        handler, size = delivery_handler(entry, entry.hooks.get(occasion.event), logger)
+        hook = entry.hooks.get(occasion.event)
+        handler, records = delivery_handler(entry, hook, logger)
         if handler is not None and entry.delivery == "background":
-            full += delivery.post(handler, occasion, size)
+            full += delivery.post(handler, occasion, records, counts_itself=hook is not None)
         elif handler is not None and entry.opened:
             handlers.append(handler)
     return await run_fanout(handlers, occasion) if handlers else []

@@ -179,7 +179,6 @@ class LoopThread:
                 returned.set_result(function(*arguments))
             except BaseException as error:
                 returned.set_exception(error)
-                raise
 
         # In no context of the caller's: a worker started from here belongs to no event.
         _ = Context().run(asyncio.run_coroutine_threadsafe, call(), self._loop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -54,7 +55,7 @@ BOTH_WAYS = {
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Ask for both ways where that matters."""
-    if metafunc.module.__name__.rpartition(".")[2] in BOTH_WAYS and "anyio_backend" in metafunc.fixturenames:
+    if Path(metafunc.definition.path).stem in BOTH_WAYS and "anyio_backend" in metafunc.fixturenames:
         metafunc.parametrize("fan_out", ["relay", "task groups"], indirect=True)
 
 

@@ -43,7 +43,7 @@ from eventbus_engine import (
     callback,
     current_envelope,
 )
-from eventbus_engine.delivery import Mailbox
+from eventbus_engine.mailbox import Mailbox
 from eventbus_engine.testing import FakeAlgorithm, FakeCallback, Recorder
 
 pytestmark = pytest.mark.anyio
@@ -488,6 +488,44 @@ async def test_the_timestamp_is_there_undeclared_and_binds_the_logger() -> None:
     assert steps == [({"batch": 1}, 1), ({"batch": 2}, 2), ({"batch": 3}, 3)]
 
 
+async def test_the_metrics_are_there_undeclared() -> None:
+    """As they were at the event: what the state takes in later never shows."""
+    recorder = Recorder(look=lambda state: state.metrics, delivery="background")
+    state = State(metrics={"accuracy": 0.5, "per_class": [1, 2]})
+    async with Engine(state, callbacks=[recorder]) as engine:
+        await engine.run_event("eval_end")
+        state.metrics["accuracy"] = 0.75
+        state.metrics["per_class"].append(3)
+        await engine.run_event("eval_end")
+
+    assert recorder.seen == [
+        {"accuracy": 0.5, "per_class": [1, 2]},
+        {"accuracy": 0.75, "per_class": [1, 2, 3]},
+    ]
+
+
+async def test_without_a_background_callback_nothing_is_read_off_the_state() -> None:
+    """A snapshot that nobody asked for costs nothing."""
+
+    class Untouchable:
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("timestamp", "metrics", "big"):
+                read.append(name)
+            return super().__getattribute__(name)
+
+    read: list[str] = []
+
+    class Elsewhere(Callback):
+        delivery, snapshot = "background", ("big",)
+
+        def init(self, state: Any, logger: Any) -> None: ...
+
+    async with Engine(callbacks=[Recorder(name="inline"), Elsewhere()]) as engine:
+        await engine.run_event("batch_end", Untouchable())
+
+    assert read == []
+
+
 class Counted:
     """Counts how often it is copied."""
 
@@ -779,7 +817,7 @@ async def test_a_callback_that_leaves_the_run_is_closed_with_it() -> None:
 
 
 async def test_a_hook_that_fails_is_logged_and_gets_the_next_event(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever its `on_error`: there is no event left to raise it from."""
+    """Whatever its `on_error`: there is no event left to raise it from. Where one would have, the report says so."""
 
     def fail(event: EventName, state: Any, logger: Any) -> None:
         raise ValueError(f"on {event.value}")
@@ -796,7 +834,7 @@ async def test_a_hook_that_fails_is_logged_and_gets_the_next_event(caplog: pytes
         report = await engine.close()
 
     assert counts == {"raise": (0, 4, 0), "log": (0, 4, 0), "quarantine": (0, 2, 0)}
-    assert report.ok
+    assert (report.unraised, report.ok) == ({"raise": 4}, False)
     assert logged(caplog)["background callback raise failed on INIT"].__notes__ == [
         "in background callback raise on INIT"
     ]
@@ -898,7 +936,7 @@ async def test_a_hook_that_cancels_itself_hits_neither_worker_nor_close(
             report = await engine.close()
 
     assert watcher.names == inline.names
-    assert (report.ok, counts_of(engine)) == (True, (delivered, 6 - delivered, 0))
+    assert (report.ok, counts_of(engine)) == (delivered == 6, (delivered, 6 - delivered, 0))
     error = logged(caplog).get("background callback remote failed on EPOCH_START")
     assert isinstance(error, HandlerCancelledError) == (delivered == 5)
 
@@ -1452,7 +1490,7 @@ async def test_spans_of_background_callbacks_hang_under_their_event() -> None:
         ("callback asynchronous", "ValueError")
     ]
     functions = {span.name: (span.attributes or {}).get("code.function.name") for span in spans}
-    assert functions["callback plain"] == "eventbus_engine.testing.FakeCallback._call"
+    assert functions["callback plain"] == "eventbus_engine.testing.fakes.FakeCallback._call"
 
 
 # -------------------------------------------------------------------------------------------------------------- options

@@ -77,6 +77,19 @@ def test_a_move_reads_as_pass_algorithm_from_to() -> None:
     assert plan.skipped == {"a": "dropped by swap"}
 
 
+def test_a_match_that_raises_is_named() -> None:
+    """As it is when the event runs."""
+
+    class Picky(A):
+        def match(self, event: EventName, state: Any) -> bool:
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no") as caught:
+        Engine(algorithms=[Picky()]).explain("INIT")
+
+    assert caught.value.__notes__ == ["in match of algorithm picky on INIT"]
+
+
 def test_what_one_pass_drops_another_may_bring_back() -> None:
     """Only what is out in the end is skipped."""
 

@@ -962,6 +962,14 @@ def test_an_interrupt_that_comes_before_the_loop_thread_has_anything_does_not_ha
     assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
 
 
+def test_what_a_call_on_the_loop_thread_raises_comes_back() -> None:
+    """To who waits for it, and to nobody else."""
+    thread = LoopThread()
+    with pytest.raises(ZeroDivisionError):
+        thread.call(lambda: 1 // 0)
+    thread.stop(5)
+
+
 # --------------------------------------------------------------------------------------------------------- many threads
 
 
