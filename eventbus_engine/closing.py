@@ -104,6 +104,7 @@ async def close_participants(
     done = False
     try:
         report.undelivered |= await delivery.close(deadline)
+        await steps.open_late([entry for entry in entries if entry.destination], engine)
         # Not before: until their mailboxes are empty, background callbacks may still be opened.
         due += [entry for entry in entries if entry.closes_in(engine)]
         await steps.run("close", [entry for entry in due if not entry.destination])
@@ -123,7 +124,7 @@ async def close_participants(
         for name in report.abandoned:
             log.error("callback %s has a hook on its thread that has not come back; the thread is left behind", name)
         report.closed = [entry.name for entry in due if entry.name not in report.not_closed]
-        _count_undelivered(report, [entry for entry in due if entry.destination], engine.logger)
+        _count_undelivered(report, [entry for entry in entries if entry.destination], engine.logger)
         engine.meters.settle()
         for entry in entries:
             entry.release(engine)
@@ -139,6 +140,15 @@ class _Steps:
         self.deadline = deadline
         self.logger = engine.logger
         self.occasion = Occasion(Envelope(_Moment.CLOSE), engine.state, engine.logger, None)
+
+    async def open_late(self, entries: Sequence[CallbackEntry], engine: Engine[Any]) -> None:
+        """Open those for which something was logged although there was no event to open them."""
+        late = [e for e, pending in _pending(entries, self.logger) if pending and not (e.opened or e.quarantined)]
+        for entry in late:
+            entry.claim(engine)
+        openers = [opener for entry in late if (opener := entry.opener()) is not None]
+        for handler, error in await run_fanout(openers, self.occasion) if openers else []:
+            log.error("destination %s could not be opened", handler.name, exc_info=error)
 
     async def run(self, method: str, entries: Sequence[CallbackEntry]) -> None:
         """Call their `close` or `post_close`, as far as they have one."""

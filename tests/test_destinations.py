@@ -45,6 +45,44 @@ class Remote(LoggerDestination):
         self.log.append(metrics["n"])
 
 
+class Opened(Remote):
+    """One that has to be opened, and may refuse."""
+
+    async def open(self, state: Any, logger: Any) -> None:
+        """Open, unless told to raise."""
+        self.log.append("open")
+        if "open" in self.actions:
+            raise self.actions["open"]
+
+    async def close(self, state: Any, logger: Any) -> None:
+        """Close."""
+        self.log.append("close")
+
+
+async def test_what_is_logged_without_any_event_is_delivered_by_close() -> None:
+    """There was no event to open its destination, so closing does. One that nothing was logged for is left alone."""
+    log, silent = list[Any](), list[Any]()
+    async with Engine(callbacks=[Opened(log)]) as engine:
+        engine.logger.log_metrics({"n": 1})
+        other = Engine(callbacks=[Opened(silent)])
+        reports = await engine.close(), await other.close()
+
+    assert (log, silent) == (["open", 1, "close"], [])
+    assert [report.closed for report in reports] == [["opened"], []]
+    assert all(report.ok for report in reports)
+
+
+async def test_what_a_destination_that_will_not_open_never_gets_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is lost in silence."""
+    log = list[Any]()
+    engine = Engine(callbacks=[Opened(log, open=ConnectionError("down"))])
+    engine.logger.log_metrics({"n": 1})
+    report = await engine.close()
+
+    assert (log, report.undelivered, report.ok) == (["open"], {"opened": 1}, False)
+    assert "destination opened could not be opened" in caplog.messages
+
+
 class Says(Algorithm[Any, Any]):
     """Logs numbers while it runs."""
 

@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from eventbus_engine.telemetry.exporters import OtlpHttpExporter, OtlpJsonFileExporter
     from eventbus_engine.telemetry.ids import PrivateIdGenerator
     from eventbus_engine.telemetry.logs import add_event_context
+    from eventbus_engine.telemetry.provider import RecordingProvider
 
 __all__ = [
     "OtlpHttpExporter",
     "OtlpJsonFileExporter",
     "PrivateIdGenerator",
+    "RecordingProvider",
     "add_event_context",
     "configure",
     "current_provider",
@@ -31,6 +33,10 @@ def __getattr__(name: str) -> Any:
         from eventbus_engine.telemetry import exporters
 
         return getattr(exporters, name)
+    if name == "RecordingProvider":
+        from eventbus_engine.telemetry.provider import RecordingProvider
+
+        return RecordingProvider
     if name == "PrivateIdGenerator":
         from eventbus_engine.telemetry.ids import PrivateIdGenerator
 
