@@ -55,6 +55,8 @@ async def run_fanout(
 
 def begin_fanout(handlers: Sequence[Handler], occasion: Occasion, rest: Rest | None = None) -> FanOut | None:
     """Call the plain functions that come first; None if that was all there is, and none of them failed."""
+    if not handlers and rest is None:
+        return None
     fan = None
     if occasion.tracer is None:
         arguments = occasion.arguments

@@ -111,8 +111,10 @@ def is_match(entry: AlgorithmEntry, result: object) -> bool:
 
 async def _apply(entry: AlgorithmEntry, trace: Trace, offset: int, occasion: Occasion, offload: Offload | None) -> None:
     """Run one algorithm, and note in its trace how that went."""
-    tracer = occasion.tracer
-    span = None if tracer is None or not tracer.spans else tracer.open(_template_of(entry, occasion), order=trace.order)
+    tracer, span = occasion.tracer, None
+    if tracer is not None and tracer.spans:
+        template = entry.templates.get(occasion.event) or _template_of(entry, occasion)
+        span = tracer.open(template, order=trace.order)
     occasion.now, occasion.span = entry, span
     occasion.since = started = perf_counter_ns()
     trace.start_ns = started + offset
