@@ -323,7 +323,7 @@ class Acting(Algorithm[Any, Any]):
 class HangingAlgorithm(Algorithm[Any, Any]):
     """Hangs where the node says so, until its time is over."""
 
-    timeout = 0.001
+    timeout = 0.02  # so long that a busy machine is not taken for a hanging handler
 
     def match(self, event: EventName, state: Any) -> bool:
         """Where it is to hang."""
@@ -349,7 +349,7 @@ class Watching(Callback[Any]):
 class HangingCallback(Callback[Any]):
     """Hangs where the node says so, until its time is over."""
 
-    timeout = 0.001
+    timeout = 0.02  # so long that a busy machine is not taken for a hanging handler
 
     async def step(self, state: Any, logger: Any) -> None:
         """Hang, or not."""
