@@ -86,12 +86,9 @@ def begin_fanout(handlers: Sequence[Handler], occasion: Occasion, rest: Rest | N
                 break
             if handler.heeded:
                 handler.owner.succeeded()
-        else:
-            occasion.now = None
-            if rest is None:
-                return None
-            fan = FanOut(handlers, occasion, rest, len(handlers))
         occasion.now = None
+        if fan is None and rest is not None:
+            fan = FanOut(handlers, occasion, rest, len(handlers))
     else:
         fan = FanOut(handlers, occasion, rest)
     return fan

@@ -9,7 +9,7 @@ from eventbus_engine.delivery import Delivery, Room
 from eventbus_engine.destinations import delivery_handler, discard
 from eventbus_engine.envelope import Envelope
 from eventbus_engine.errors import CallbackErrors, DeadlockError
-from eventbus_engine.fanout import FanOut, begin_fanout, run_fanout
+from eventbus_engine.fanout import FanOut, run_fanout
 from eventbus_engine.handlers import HOOK, Handler, Occasion, raise_failures
 from eventbus_engine.participants import Participants
 from eventbus_engine.sequence import attach_traces
@@ -85,12 +85,7 @@ async def run_callbacks(
         chain = _Chain(call_next, envelope)
         failures += await run_fanout(handlers, occasion, chain.run)
     else:
-        found = subscribers(envelope)
-        fan = begin_fanout([*handlers, *found] if found else handlers, occasion)
-        if fan is not None:
-            if fan.unfinished:
-                await fan.run_async()
-            failures += fan.failures()
+        failures += await run_fanout([*handlers, *subscribers(envelope)], occasion)
     if traces is not None and participants.destinations:
         failures += await _run_destinations(participants, occasion, delivery, full)
     # Last, so that a full mailbox holds up the next event of its publisher and nothing of this one.
