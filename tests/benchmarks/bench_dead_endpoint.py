@@ -20,8 +20,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import anyio
+from bench_tracing import Note, Row
 
-from eventbus_engine import Algorithm, Engine, Event
+from eventbus_engine import Engine, Event
 from eventbus_engine.telemetry import OtlpHttpExporter
 from eventbus_engine.telemetry.provider import RecordingProvider
 
@@ -56,23 +57,6 @@ server.daemon_threads = True
 server.socket = listener
 server.serve_forever()
 """
-
-Row = tuple[str, float, str, float | None]
-
-
-class Note(Algorithm[Any, Any]):
-    """An algorithm that does next to nothing, so that what is measured is what surrounds it."""
-
-    def __init__(self, number: int) -> None:
-        self.name = f"note_{number}"
-
-    def match(self, event: Any, state: Any) -> bool:
-        """Always."""
-        return True
-
-    def apply(self, event: Any, state: Any, logger: Any) -> int:
-        """Next to nothing."""
-        return 0
 
 
 @contextmanager
