@@ -1,6 +1,8 @@
 # Everything runs from a virtual environment that the targets make themselves; nothing but Python and make is needed.
 PYTHON ?= python3
 VENV ?= .venv
+# So many run the tests at a time; each loads torch.
+PROCESSES ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
@@ -22,7 +24,7 @@ demo: $(VENV)/demo.stamp  ## train a small CNN on real data and show the order, 
 	$(BIN)/eventbus-engine demo
 
 test: $(VENV)/dev.stamp  ## run the tests, then hold their coverage to the bars
-	$(BIN)/python -m pytest --cov --cov-report=
+	$(BIN)/python -m pytest --numprocesses=$(PROCESSES) --dist=loadscope --cov --cov-report=
 	$(BIN)/python -m coverage report --fail-under=100 --include='eventbus_engine/*.py' --omit='$(TOP)'
 	$(BIN)/python -m coverage report --fail-under=95 --include='eventbus_engine/*/**,$(TOP)'
 
@@ -41,13 +43,13 @@ bench: $(VENV)/bench.stamp  ## measure, beside the peers; prints tables, writes 
 	$(BIN)/python tests/benchmarks/run.py --svg benchmarks.svg
 
 figures: $(VENV)/bench.stamp  ## measure what docs/performance.md shows, and write it there; PYTHONS= names more interpreters
-	$(BIN)/python tests/benchmarks/run.py dispatch scale versions $(FIGURES) $(PYTHONS:%=--python %)
+	$(BIN)/python tests/benchmarks/run.py dispatch prototypes scale versions $(FIGURES) $(PYTHONS:%=--python %)
 
 docs: $(VENV)/dev.stamp  ## run every snippet of the documentation
 	$(BIN)/python -m pytest tests/test_docs.py
 
-soak: $(VENV)/dev.stamp  ## run the long tests
-	EVENTBUS_SOAK=1 $(BIN)/python -m pytest -m soak
+soak: $(VENV)/dev.stamp  ## run the long tests, which print what they find
+	EVENTBUS_SOAK=1 $(BIN)/python -m pytest -m soak --capture=no
 
 clean:  ## remove the environment, the caches and what the runs wrote
 	rm -rf $(VENV) .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache runs
