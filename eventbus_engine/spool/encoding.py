@@ -87,11 +87,20 @@ def encode_event(event: SpooledEvent) -> Record:
     gradient.
 
     Raises:
-        SpoolRecordError: a value of another kind; names it, by the attribute it is in.
+        SpoolRecordError: a value of another kind, or one that cannot be read; names it, by the attribute it is in.
     """
-    values = {str(name): _encode(value, str(name)) for name, value in event.values.items()}
-    content = {"event": str(event.event), "step": event.step, "values": values}
-    return Record(event.id, event.time, json.dumps(content, separators=(",", ":")).encode())
+    try:
+        values = {str(name): _encode(value, str(name)) for name, value in event.values.items()}
+        content = {"event": str(event.event), "step": event.step, "values": values}
+        return Record(event.id, event.time, json.dumps(content, separators=(",", ":")).encode())
+    except SpoolRecordError:
+        raise
+    except Exception as error:
+        # A list that holds itself, a number of too many digits, a tensor on a device that is lost.
+        raise SpoolRecordError(
+            f"a value of {', '.join(map(str, event.values))} cannot be kept in a spool: {type(error).__name__}: "
+            f"{error}; put numbers, strings, lists, dicts or tensors there"
+        ) from error
 
 
 def decode_event(record: Record) -> SpooledEvent:
@@ -159,7 +168,10 @@ def _encode_other(value: Any, name: str) -> Any:
         value = value.detach().cpu()
     shape, item = getattr(value, "shape", None), getattr(value, "item", None)
     if callable(item) and shape is not None and tuple(shape) == ():
-        return _encode(item(), name)
+        number = item()
+        if type(number) is not type(value):
+            return _encode(number, name)
+        _refuse(f"{name} is a {type(value).__name__}", f"put float({name}) into the state")
     if shape is not None and hasattr(value, "__array__"):
         try:
             numbers = value.__array__()

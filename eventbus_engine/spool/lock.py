@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
-import weakref
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from eventbus_engine.errors import SpoolInUseError
-
-if TYPE_CHECKING:
-    from eventbus_engine.spool.store import Spool
+from eventbus_engine.spool.database import Database
 
 if sys.platform == "win32":  # pragma: no cover -- the lock call differs, what it promises does not
     import msvcrt
@@ -27,7 +24,7 @@ else:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-__all__ = ["FileLock", "watch_forks"]
+__all__ = ["FileLock", "ForkGuard"]
 
 
 class FileLock:
@@ -63,26 +60,58 @@ class FileLock:
             self._descriptor = None
 
 
-def watch_forks(spool: Spool) -> None:
-    """See to it that a forked child leaves the file alone, and holds no lock that would outlive its parent's."""
-    if not hasattr(os, "register_at_fork"):  # pragma: no cover -- a platform without forks
-        return
-    found = weakref.ref(spool)
+class ForkGuard:
+    """Has forked children leave a spool alone, and hold no lock that would outlive their parent's, while it is there.
 
-    def before() -> None:
+    Args:
+        mutex: held by whoever uses the database, which is to be nobody at a fork.
+        lock: on the file.
+        database: the file.
+    """
+
+    def __init__(self, mutex: threading.RLock, lock: FileLock, database: Database) -> None:
+        self.mutex: threading.RLock = mutex
+        self._lock = lock
+        self._database = database
+        with guarding:
+            guards.add(self)
+
+    def leave(self) -> None:
+        """In the child."""
+        self._lock.release()
+        # Closing it would empty the log into the file, under whoever writes it by then.
+        self._database.leave_open()
+
+
+guards: WeakSet[ForkGuard] = WeakSet()
+"""Of all spools."""
+
+guarding: threading.Lock = threading.Lock()
+"""Held from before a fork until after it, so that no guard hears only of its end."""
+
+_held: list[ForkGuard] = []
+
+
+def _before() -> None:
+    guarding.acquire()
+    _held.extend(guards)
+    for guard in _held:
         # So that no thread is in the middle of a transaction, which the child's copy of the connection would roll back.
-        if (spool := found()) is not None:
-            spool._mutex.acquire()
+        guard.mutex.acquire()
 
-    def after_in_parent() -> None:
-        if (spool := found()) is not None:
-            spool._mutex.release()
 
-    def after_in_child() -> None:
-        if (spool := found()) is not None:
-            spool._lock.release()
-            # Never to be freed here: closing it would empty the log into the file, under whoever writes it by then.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(spool._database))
-            spool._mutex.release()
+def _after_in_parent() -> None:
+    for guard in _held:
+        guard.mutex.release()
+    _held.clear()
+    guarding.release()
 
-    os.register_at_fork(before=before, after_in_parent=after_in_parent, after_in_child=after_in_child)
+
+def _after_in_child() -> None:
+    for guard in _held:
+        guard.leave()
+    _after_in_parent()
+
+
+if hasattr(os, "register_at_fork"):  # pragma: no branch -- where there are no forks
+    os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-__all__ = ["QueueStats", "Record"]
+from eventbus_engine.errors import ConfigurationError
+
+__all__ = ["QueueStats", "Record", "check_limits", "split"]
+
+MIN_BYTES = 2**20
+
+OVERHEAD = 128
+"""Bytes that a record takes besides its data and its id: its row and its entries in two indexes, generously."""
 
 
 class Record(NamedTuple):
@@ -21,6 +29,11 @@ class Record(NamedTuple):
     time: int
     data: bytes
     number: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes in a spool."""
+        return len(self.data) + len(self.id.encode()) + OVERHEAD
 
 
 class QueueStats(NamedTuple):
@@ -46,3 +59,33 @@ class QueueStats(NamedTuple):
     def lost(self) -> int:
         """All losses together."""
         return self.lost_to_size + self.lost_to_age + self.not_stored
+
+
+def split(records: Iterable[Record], size: int) -> Iterator[list[Record]]:
+    """Parts that take so many bytes at most, or hold one record."""
+    part: list[Record] = []
+    total = 0
+    for record in records:
+        if part and total + record.size > size:
+            yield part
+            part, total = [], 0
+        part.append(record)
+        total += record.size
+    if part:
+        yield part
+
+
+def check_limits(max_bytes: int, max_age: float | None, durability: str, on_corrupt: str) -> None:
+    """Refuse arguments that do not fit a spool.
+
+    Raises:
+        ConfigurationError: naming the first of them, and what would fit.
+    """
+    for name, value, fits, wanted in (
+        ("max_bytes", max_bytes, max_bytes >= MIN_BYTES, f"at least {MIN_BYTES} (1 MiB)"),
+        ("max_age", max_age, max_age is None or max_age > 0, "a number of seconds above 0, or None"),
+        ("durability", durability, durability in ("process", "power"), "'process' or 'power'"),
+        ("on_corrupt", on_corrupt, on_corrupt in ("raise", "set_aside"), "'raise' or 'set_aside'"),
+    ):
+        if not fits:
+            raise ConfigurationError(f"{name}={value!r} does not fit a Spool; give {wanted}")

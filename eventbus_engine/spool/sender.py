@@ -12,6 +12,7 @@ import anyio
 import anyio.to_thread
 
 from eventbus_engine.errors import ConfigurationError, SpoolCorruptError, SpoolError, SpoolFullError
+from eventbus_engine.policy import asked_for
 from eventbus_engine.spool.encoding import SpooledEvent, decode_event, encode_event
 from eventbus_engine.spool.store import Record, Spool
 
@@ -51,7 +52,7 @@ class SpoolSender:
             will never take it has to drop itself. Its own retries and deadlines come first.
         max_batch: the most events for one call of it.
         max_wait: seconds that a batch waits to fill up, written down all the while.
-        retry_wait: seconds from an exception to the next attempt.
+        retry_wait: seconds from an exception to the next attempt, if it does not ask for more (`retry_after`).
         linger: seconds that an event waits for others to be written down with it: a write costs the same for many.
 
     Attributes:
@@ -92,7 +93,7 @@ class SpoolSender:
         self._linger = linger
         self._fresh: deque[Record] = deque()
         self._taken: list[Record] = []
-        self._cursor = 0
+        self._cursor = self._batch = 0
         self.unrecorded: int = 0
         self._refused = self._failing = self._closing = self._given_up = False
         self._arrived, self._stored, self._idle = anyio.Event(), anyio.Event(), anyio.Event()
@@ -124,6 +125,8 @@ class SpoolSender:
         Raises:
             SpoolRecordError: one holds what cannot be encoded, or is too large.
         """
+        if not events:
+            return
         records = [encode_event(event) for event in events]
         for record in records:
             self.spool.check(record)
@@ -144,7 +147,8 @@ class SpoolSender:
         """Wait until fewer than so many events are in memory, or there is no sense in waiting."""
         while self.in_memory >= limit and not self._given_up:
             self._due.set()
-            self._moved = anyio.Event()
+            if self._moved.is_set():  # else others wait for it
+                self._moved = anyio.Event()
             await self._moved.wait()
 
     @property
@@ -153,7 +157,7 @@ class SpoolSender:
         return self._idle.is_set()
 
     def hurry(self) -> None:
-        """Let no batch wait to fill up, and give up at the first attempt that fails from here on."""
+        """Let no batch wait to fill up, and give up at the first attempt that fails with all on the disk."""
         for event in (self._hurried, self._stored, self._due):
             event.set()
 
@@ -218,7 +222,8 @@ class SpoolSender:
         """Move what is in memory into the spool, and say whether that went well."""
         async with self._memory:
             if not self._fresh and not self.unrecorded:
-                return not self._refused
+                self._refused = False  # there is nothing that it refuses
+                return True
             self._take(len(self._fresh))
             stored = 0
             try:
@@ -279,12 +284,16 @@ class SpoolSender:
 
     async def _fail(self, error: Exception) -> None:
         if not self._failing:
-            log.warning("the events of %s cannot be delivered and stay in the spool: %r", self.queue, error)
+            log.warning("the events of %s cannot be delivered now: %r", self.queue, error)
         self._failing = True
-        if self._hurried.is_set():
+        pause = max(self._retry_wait, asked_for(error))
+        if not self._hurried.is_set():
+            with anyio.move_on_after(pause):
+                await self._hurried.wait()
+        elif self.in_memory:
+            await anyio.sleep(pause)  # giving up would lose them
+        else:
             self.give_up()
-        with anyio.move_on_after(self._retry_wait):
-            await self._hurried.wait()
 
     async def flush(self) -> None:
         """Write and deliver what there is, once, without `run`; what fails stays in the spool."""
@@ -293,7 +302,7 @@ class SpoolSender:
             while await self._send_stored():
                 pass
         except Exception as error:
-            log.warning("the events of %s cannot be delivered and stay in the spool: %r", self.queue, error)
+            log.warning("the events of %s cannot be delivered now: %r", self.queue, error)
 
     async def _send_stored(self) -> bool:
         """Deliver the next events of the spool, and say whether there were any."""
@@ -320,11 +329,12 @@ class SpoolSender:
             waiting = await self._in_thread(self.spool.peek, self.queue, 1, self._cursor)
             if waiting or not self._refused:
                 return False
-            self._take(self._max_batch)
-            done = 0
+            # The same ones as the last time, so that a batch that comes again is the same batch.
+            self._take(self._batch or self._max_batch)
+            self._batch, done = len(self._taken), 0
             try:
                 await self._hand_over(self._taken)
-                done = len(self._taken)
+                done, self._batch = len(self._taken), 0
             finally:
                 self._put_back(done)
             return done > 0

@@ -8,34 +8,33 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal, Self
 
-from eventbus_engine.errors import ConfigurationError, SpoolError, SpoolFullError, SpoolRecordError
+from eventbus_engine.errors import SpoolError, SpoolFullError, SpoolInUseError, SpoolRecordError
 from eventbus_engine.spool.database import PAGE, open_database, typed_errors
-from eventbus_engine.spool.lock import FileLock, watch_forks
-from eventbus_engine.spool.records import QueueStats, Record
+from eventbus_engine.spool.lock import FileLock, ForkGuard
+from eventbus_engine.spool.marks import BLOCK, Marks
+from eventbus_engine.spool.records import QueueStats, Record, check_limits, split
 
 __all__ = ["QueueStats", "Record", "Spool"]
 
 log: logging.Logger = logging.getLogger("eventbus_engine")
 
-MIN_BYTES = 2**20
-OVERHEAD = 128
-"""Bytes that a record takes besides its data and its id: its row and its entries in two indexes, generously."""
-
 
 class Spool:
     """A durable queue for each name, in one file, for one writer at a time.
 
-    What `append` has returned for is in the file and stays there until it is acknowledged or a bound drops it, oldest
-    first. `peek` and `ack` in this order deliver at least once. A record that a bound drops while it is being
-    delivered counts as lost although it may have arrived.
+    What `append` has returned for is in the file and stays there until it is acknowledged or a bound drops it.
+    `next_batch` and `ack` in this order deliver at least once. `max_bytes` drops the oldest records, but those of a
+    batch that was begun only once there are no others: they may arrive, and would count as lost all the same.
+    `max_age` spares none.
 
-    The files are `path` itself, `path-wal` beside it while the spool is open or after a crash, and the empty
-    `path.lock`, which holds no disk space. All calls block, for milliseconds on a good disk: call them on a worker
-    thread of an event loop's. Safe to use from several threads. A forked child cannot use its parent's spool.
+    The files are `path` itself, `path-wal` beside it while the spool is open or after a crash, `path.marks`, where
+    it notes on a full disk what has been delivered, and the empty `path.lock`, which holds no disk space. All calls
+    block, for milliseconds on a good disk: call them on a worker thread of an event loop's. Safe to use from several
+    threads. A forked child cannot use its parent's spool.
 
     Args:
         path: the file; its directory has to be there, on a local disk.
@@ -55,7 +54,7 @@ class Spool:
         ConfigurationError: an argument that does not fit.
         SpoolInUseError: another process, or another spool of this one, has the file open.
         SpoolCorruptError: the file is damaged.
-        SpoolFullError: there is no room on the disk.
+        SpoolFullError: there is no room on the disk to make the file, or to bring it within `max_bytes`.
         SpoolError: the file cannot be opened, is no spool, or was written by another version.
     """
 
@@ -69,39 +68,63 @@ class Spool:
         on_corrupt: Literal["raise", "set_aside"] = "raise",
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
-        _check("max_bytes", max_bytes, max_bytes >= MIN_BYTES, f"at least {MIN_BYTES} (1 MiB)")
-        _check("max_age", max_age, max_age is None or max_age > 0, "a number of seconds above 0, or None")
-        _check("durability", durability, durability in ("process", "power"), "'process' or 'power'")
-        _check("on_corrupt", on_corrupt, on_corrupt in ("raise", "set_aside"), "'raise' or 'set_aside'")
+        check_limits(max_bytes, max_age, durability, on_corrupt)
         self.path: Path = Path(path)
         self.max_record_bytes: int = min(max_bytes // 16, 4 * 2**20)
         # The log beside the file is emptied above this; a transaction adds at most its records, twice, and 64 pages.
-        self._max_log = min(max_bytes // 8, 4 * 2**20)
-        self._max_pages = (max_bytes - self._max_log - 2 * self.max_record_bytes) // PAGE - 64
+        max_log = min(max_bytes // 8, 4 * 2**20)
+        self._max_pages = (max_bytes - max_log - 2 * self.max_record_bytes - BLOCK) // PAGE - 64
         self._chunk = self.max_record_bytes // PAGE
         self._max_age = None if max_age is None else int(max_age * 1e9)
         self._clock = clock
         self._pid = os.getpid()
         self._closed = False
-        self._refused = False
         self._queues: dict[str, int] = {}
+        self._claims: dict[str, object] = {}
         self._mutex = threading.RLock()
         self.set_aside: Path | None = None
-        with typed_errors(self.path):
+        with ExitStack() as opened, typed_errors(self.path):
             self._lock = FileLock(self.path)
-            try:
-                self._database, self.set_aside = open_database(self.path, durability, on_corrupt == "set_aside")
-            except BaseException:
-                self._lock.release()
-                raise
-        if self.set_aside is not None:
-            log.warning("the spool %s was damaged; it is now %s, and a new one begins", self.path, self.set_aside)
-        watch_forks(self)
-        with self._use():
-            self._shrink_to_bounds()
+            opened.callback(self._lock.release)
+            self._database, self.set_aside = open_database(self.path, durability, max_log, on_corrupt == "set_aside")
+            opened.callback(self._database.close)
+            self._guard = ForkGuard(self._mutex, self._lock, self._database)
+            (identity,) = self._database.execute("SELECT identity FROM spool").fetchone()
+            self._marks = marks = Marks(self.path, identity, sync=durability == "power")
+            opened.callback(marks.close)
+            (last,) = self._database.execute("SELECT coalesce(max(seq), 0) FROM sqlite_sequence").fetchone()
+            marks.take_back(last)
+            self._database.define("in_flight", lambda queue, number: marks.get(queue).in_flight(number))
+            if self.set_aside is not None:
+                log.warning("the spool %s was damaged; it is now %s, and a new one begins", self.path, self.set_aside)
+            with self._use():
+                self._forget_acknowledged()
+                self._shrink_to_bounds()
+            self._close = opened.pop_all().close
+
+    def claim(self, queue: str) -> None:
+        """Become the one reader of a queue, until `release`, or `close`: two would deliver everything twice.
+
+        Does not block, and keeps nobody from reading who does not ask.
+
+        Raises:
+            SpoolInUseError: it has a reader.
+        """
+        claim = object()
+        # One step for all threads.
+        if self._claims.setdefault(queue, claim) is not claim:
+            raise SpoolInUseError(
+                f"the queue {queue!r} of the spool {self.path} is read already, by another engine, callback or sender "
+                f"with this Spool; give the callback another name, or a spool of its own, or close the other one first",
+                self.path,
+            )
+
+    def release(self, queue: str) -> None:
+        """Let others read a queue. Only for whoever has claimed it; safe to call again. Does not block."""
+        self._claims.pop(queue, None)
 
     def append(self, queue: str, records: Iterable[Record]) -> int:
-        """Store records at the end of a queue, durable when this returns. Drops the oldest of all where room is short.
+        """Store records at the end of a queue, durable when this returns. Where room is short, drops the oldest of all.
 
         Args:
             queue: its name; a new one is made.
@@ -115,12 +138,19 @@ class Spool:
             SpoolFullError: there is no room on the disk; `stored` of them, the first ones, were stored before.
             SpoolError: the spool is closed, or its parent process's.
         """
-        parts, stored = list(self._split(records)), 0
+        records, stored = list(records), 0
+        for record in records:
+            self.check(record)
         try:
             with self._use():
                 self._drop_aged()
-                for part in parts:
-                    self._store(queue, part)
+                for part in split(records, self.max_record_bytes):
+                    try:
+                        self._store(queue, part)
+                    except SpoolFullError:
+                        if not (self._is_done() and self._database.start_over()):
+                            raise
+                        self._store(queue, part)
                     stored += len(part)
         except SpoolFullError as error:
             error.stored = stored
@@ -133,9 +163,9 @@ class Spool:
         Raises:
             SpoolRecordError: it is.
         """
-        if (size := _size_of(record)) > self.max_record_bytes:
+        if record.size > self.max_record_bytes:
             raise SpoolRecordError(
-                f"record {record.id} takes {size} bytes, more than the {self.max_record_bytes} that the spool "
+                f"record {record.id} takes {record.size} bytes, more than the {self.max_record_bytes} that the spool "
                 f"{self.path} takes; raise its max_bytes, of which a record may have a sixteenth up to 4 MiB, or log "
                 f"less at once",
                 self.path,
@@ -150,43 +180,28 @@ class Spool:
             after: only those with a higher `number`.
         """
         with self._use():
-            try:
-                self._drop_aged()
-            except SpoolFullError:
-                pass  # With no room even for dropping some, better to deliver what is too old than nothing.
-            query = (
-                "SELECT records.id, time, data, number FROM records JOIN queues ON queues.id = queue "
-                "WHERE name = ? AND number > ? ORDER BY number LIMIT ?"
-            )
-            return [Record(*row) for row in self._database.execute(query, (queue, after, limit))]
+            return self._read(self._find(queue), limit, after)
 
     def next_batch(self, queue: str, limit: int = 100, after: int = 0) -> list[Record]:
         """The records to send together next: as `peek`, but the same ones again until the last is acknowledged.
 
         Where one batch ends stays in the file, so that the next process repeats it as it was.
+
+        Args:
+            queue: its name.
+            limit: the most for a new batch. One that was begun comes whole, but for what a bound has dropped of it.
+            after: only those with a higher `number`.
         """
         with self._use():
-            row = self._database.execute("SELECT batch_end FROM queues WHERE name = ?", (queue,)).fetchone()
-            end = row[0] if row else 0
-            records = self.peek(queue, limit, after)
-            begun = [record for record in records if record.number <= end]
-            if begun or not records:
+            number = self._find(queue)
+            mark = self._marks.get(number)
+            # To SQLite a limit below 0 is none.
+            if begun := self._read(number, -1, after, mark.batch_end):
                 return begun
-            try:
-                with self._transaction():
-                    self._database.execute(
-                        "UPDATE queues SET batch_end = ? WHERE name = ?", (records[-1].number, queue)
-                    )
-            except SpoolFullError:
-                pass  # Better to deliver than to remember how.
+            if records := self._read(number, limit, after):
+                # Better to deliver than to remember how, if the disk does not even take that.
+                _ = self._marks.set(number, mark._replace(batch_end=records[-1].number))
             return records
-
-    def batches(self, queue: str, limit: int = 100) -> Iterator[list[Record]]:
-        """All records of a queue in order, so many at a time, whether they are acknowledged meanwhile or not."""
-        after = 0
-        while batch := self.peek(queue, limit, after):
-            yield batch
-            after = batch[-1].number
 
     def ack(self, queue: str, upto: int) -> int:
         """Remove what has been delivered: the records of a queue up to and including a number.
@@ -195,17 +210,28 @@ class Spool:
             How many were there to remove.
 
         Raises:
-            SpoolFullError: there is no room on the disk to note it. Acknowledge again, or a later number, later.
+            SpoolFullError: the disk has no room to note it, nor does it overwrite in place. Acknowledge again later.
         """
         removed = 0
         with self._use():
-            while True:
-                with self._transaction():
-                    found = self._take("queue = (SELECT id FROM queues WHERE name = ?) AND number <= ?", (queue, upto))
-                removed += len(found)
-                if len(found) < self._chunk:
-                    self._give_back()
-                    return removed
+            number = self._find(queue)
+            try:
+                while True:
+                    with self._transaction():
+                        found = self._take("queue = ? AND number <= ?", (number, upto))
+                    removed += len(self._alive(found))
+                    if len(found) < self._chunk:
+                        self._give_back()
+                        return removed
+            except SpoolFullError:
+                mark = self._marks.get(number)
+                query = "SELECT count(*), max(number) FROM records WHERE queue = ? AND number > ? AND number <= ?"
+                rest, last = self._database.execute(query, (number, mark.acknowledged, upto)).fetchone()
+                if rest and not self._marks.set(number, mark._replace(acknowledged=last)):
+                    raise
+                if self._is_done():
+                    _ = self._database.start_over()
+                return removed + int(rest)
 
     def count_lost(self, queue: str, count: int) -> None:
         """Add to the losses of a queue what could not be stored, so that the next process knows of it too."""
@@ -216,10 +242,11 @@ class Spool:
         """How a queue stands; all zero if there is none of that name."""
         query = (
             "SELECT count(number), coalesce(sum(length(data)), 0), min(time), lost_to_size, lost_to_age, not_stored "
-            "FROM queues LEFT JOIN records ON queue = queues.id WHERE name = ? GROUP BY queues.id"
+            "FROM queues LEFT JOIN records ON queue = queues.id AND number > ? WHERE queues.id = ? GROUP BY queues.id"
         )
         with self._use():
-            row = self._database.execute(query, (queue,)).fetchone()
+            number = self._find(queue)
+            row = self._database.execute(query, (self._marks.get(number).acknowledged, number)).fetchone()
             return QueueStats(*row) if row else QueueStats()
 
     def queues(self) -> list[str]:
@@ -230,25 +257,20 @@ class Spool:
     @property
     def size(self) -> int:
         """Bytes that the files take on the disk."""
-        return sum(file.stat().st_size for file in (self.path, self._log_file) if file.exists())
+        return self._database.size
 
     def close(self) -> None:
         """Close the files and free the lock. What is in the queues stays. Safe to call again, and in a forked child."""
         if os.getpid() == self._pid:
             with self._mutex:
                 self._closed = True
-                self._database.close()
-                self._lock.release()
+                self._close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def _log_file(self) -> Path:
-        return self.path.with_name(f"{self.path.name}-wal")
 
     @contextmanager
     def _use(self) -> Iterator[None]:
@@ -268,47 +290,21 @@ class Spool:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with typed_errors(self.path):
-            # After a refusal too: the log may hold many versions of a page, of which the file needs one.
-            if self._refused or self._log_file.stat().st_size > self._max_log:
-                self._empty_log()
-            known, self._refused = dict(self._queues), True
-            self._database.execute("BEGIN IMMEDIATE")
-            try:
+        known = dict(self._queues)
+        try:
+            with self._database.transaction():
                 yield
-                self._database.execute("COMMIT")
-                self._refused = False
-            except BaseException:
-                self._queues = known
-                if self._database.in_transaction:
-                    self._database.execute("ROLLBACK")
-                raise
-
-    def _empty_log(self) -> None:
-        self._pragma("wal_checkpoint(TRUNCATE)")
-
-    def _split(self, records: Iterable[Record]) -> Iterator[list[Record]]:
-        """Parts that are each small enough for one transaction."""
-        part: list[Record] = []
-        total = 0
-        for record in records:
-            self.check(record)
-            size = _size_of(record)
-            if total + size > self.max_record_bytes:
-                yield part
-                part, total = [], 0
-            part.append(record)
-            total += size
-        if part:
-            yield part
+        except BaseException:
+            self._queues = known
+            raise
 
     def _store(self, queue: str, records: Sequence[Record]) -> None:
         with self._transaction():
             number = self._number_of(queue)
             # A page may be half empty after a split, so twice their size; the rest is for the trees above the leaves.
-            needed = 2 * sum(map(_size_of, records)) // PAGE + 16
-            while self._pages() + needed > self._max_pages and (found := self._take("number > 0", (), 1)):
-                self._count("lost_to_size", Counter(found))
+            needed = 2 * sum(record.size for record in records) // PAGE + 16
+            while self._database.pages + needed > self._max_pages and self._drop_oldest(1):
+                pass
             self._database.executemany(
                 "INSERT INTO records (queue, time, id, data) VALUES (?, ?, ?, ?)",
                 [(number, record.time, record.id, record.data) for record in records],
@@ -317,15 +313,29 @@ class Spool:
     def _number_of(self, queue: str) -> int:
         if queue not in self._queues:
             self._database.execute("INSERT OR IGNORE INTO queues (name) VALUES (?)", (queue,))
-            (self._queues[queue],) = self._database.execute("SELECT id FROM queues WHERE name = ?", (queue,)).fetchone()
+            self._marks.reserve(self._find(queue))
         return self._queues[queue]
 
-    def _pages(self) -> int:
-        """Pages of the file that hold something."""
-        return self._pragma("page_count") - self._pragma("freelist_count")
+    def _find(self, queue: str) -> int:
+        """The number of a queue; 0 if there is none of that name."""
+        if queue not in self._queues:
+            row = self._database.execute("SELECT id FROM queues WHERE name = ?", (queue,)).fetchone()
+            if row is None:
+                return 0
+            (self._queues[queue],) = row
+        return self._queues[queue]
 
-    def _pragma(self, name: str) -> int:
-        return int(self._database.execute(f"PRAGMA {name}").fetchone()[0])
+    def _read(self, queue: int, limit: int, after: int, upto: int = 2**63 - 1) -> list[Record]:
+        try:
+            self._drop_aged()
+        except SpoolFullError:
+            pass  # With no room even for dropping some, better to deliver what is too old than nothing.
+        query = (
+            "SELECT id, time, data, number FROM records WHERE queue = ? AND number > ? AND number <= ? "
+            "ORDER BY number LIMIT ?"
+        )
+        after = max(after, self._marks.get(queue).acknowledged)
+        return [Record(*row) for row in self._database.execute(query, (queue, after, upto, limit))]
 
     def _drop_aged(self) -> None:
         if self._max_age is None:
@@ -333,16 +343,26 @@ class Spool:
         cutoff = self._clock() - self._max_age
         while self._database.execute("SELECT 1 FROM records WHERE time < ? LIMIT 1", (cutoff,)).fetchone():
             with self._transaction():
-                self._count("lost_to_age", Counter(self._take("time < ?", (cutoff,))))
+                self._count("lost_to_age", Counter(self._alive(self._take("time < ?", (cutoff,)))))
 
-    def _take(self, where: str, parameters: tuple[object, ...], limit: int | None = None) -> list[int]:
-        """Remove the first records that a condition holds for, and return which queue each was in."""
+    def _drop_oldest(self, limit: int) -> bool:
+        """Drop so many records for their size, of a batch on its way only if there are no others."""
+        found = self._take("NOT in_flight(queue, number)", (), limit) or self._take("number > 0", (), limit)
+        self._count("lost_to_size", Counter(self._alive(found)))
+        return bool(found)
+
+    def _take(self, where: str, parameters: tuple[object, ...], limit: int | None = None) -> list[tuple[int, int]]:
+        """Remove the first records that a condition holds for, and return their numbers and their queues'."""
         found = self._database.execute(
             f"SELECT number, queue FROM records WHERE {where} ORDER BY number LIMIT ?",  # noqa: S608 -- our own text
             (*parameters, limit or self._chunk),
         ).fetchall()
         self._database.executemany("DELETE FROM records WHERE number = ?", [(number,) for number, _ in found])
-        return [queue for _, queue in found]
+        return found
+
+    def _alive(self, records: Sequence[tuple[int, int]]) -> list[int]:
+        """The queues of those records that have not been acknowledged while there was no room to remove them."""
+        return [queue for number, queue in records if number > self._marks.get(queue).acknowledged]
 
     def _count(self, reason: str, queues: Mapping[int, int]) -> None:
         self._database.executemany(
@@ -352,31 +372,29 @@ class Spool:
 
     def _give_back(self) -> None:
         """Let the file system have the space of a spool that has become empty, if that is worth it."""
-        if self._pragma("freelist_count") > self._max_pages // 4 and not self._pending():
-            self._shorten(self._pragma("freelist_count"))
-            self._empty_log()
+        if self._database.pragma("freelist_count") > self._max_pages // 4 and self._is_done():
+            self._database.shorten(self._database.pragma("freelist_count"))
+            self._database.empty_log()
 
-    def _pending(self) -> bool:
-        return self._database.execute("SELECT 1 FROM records LIMIT 1").fetchone() is not None
+    def _is_done(self) -> bool:
+        """Whether all that it holds has been delivered."""
+        query = "SELECT 1 FROM records WHERE queue = ? AND number > ? LIMIT 1"
+        queues = [queue for (queue,) in self._database.execute("SELECT id FROM queues").fetchall()]
+        return not any(
+            self._database.execute(query, (queue, self._marks.get(queue).acknowledged)).fetchone() for queue in queues
+        )
+
+    def _forget_acknowledged(self) -> None:
+        """Remove what an earlier spool had no room to remove."""
+        for queue in self.queues():
+            if acknowledged := self._marks.get(self._find(queue)).acknowledged:
+                _ = self.ack(queue, acknowledged)
 
     def _shrink_to_bounds(self) -> None:
         """Bring a file within `max_bytes` that a spool with a larger one has left."""
-        while self._pages() > self._max_pages and self._pending():
+        while self._database.pages > self._max_pages and not self._is_done():
             with self._transaction():
-                self._count("lost_to_size", Counter(self._take("number > 0", ())))
-        while self._pragma("page_count") > self._max_pages and self._pragma("freelist_count"):
-            self._shorten(self._chunk)
-            self._empty_log()
-
-    def _shorten(self, pages: int) -> None:
-        # A script runs the statement to its end; `execute` would stop after the first page.
-        self._database.executescript(f"PRAGMA incremental_vacuum({pages})")
-
-
-def _size_of(record: Record) -> int:
-    return len(record.data) + len(record.id.encode()) + OVERHEAD
-
-
-def _check(name: str, value: object, fits: bool, wanted: str) -> None:
-    if not fits:
-        raise ConfigurationError(f"{name}={value!r} does not fit a Spool; give {wanted}")
+                self._drop_oldest(self._chunk)
+        while self._database.pragma("page_count") > self._max_pages and self._database.pragma("freelist_count"):
+            self._database.shorten(self._chunk)
+            self._database.empty_log()

@@ -150,6 +150,23 @@ class Mocking:
         raise ValueError("not really")
 
 
+def circle() -> list[Any]:
+    """A list that holds itself."""
+    items: list[Any] = []
+    items.append(items)
+    return items
+
+
+class Lost:
+    """A tensor that cannot be read any more."""
+
+    def detach(self) -> Any:
+        """Fails."""
+        raise RuntimeError("device lost")
+
+    cpu = detach
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -162,6 +179,10 @@ class Mocking:
         (np.zeros(2, "c8"), "metrics is an array of <c8"),
         (np.array(1j), "metrics is a complex"),
         (Mocking(), "metrics has the type odd: not really"),
+        (np.array(1.5, np.longdouble)[()], r"metrics is a longdouble, .*; put float\(metrics\) into the state"),
+        (circle(), "a value of metrics cannot be kept in a spool: RecursionError"),
+        ([10**5000], "a value of metrics cannot be kept in a spool: ValueError"),
+        (Lost(), "a value of metrics cannot be kept in a spool: RuntimeError: device lost; put numbers, strings"),
     ],
 )
 def test_what_cannot_be_kept_is_named(value: Any, message: str) -> None:

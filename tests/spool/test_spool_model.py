@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from eventbus_engine.spool import Record, Spool
+from eventbus_engine.spool.records import split
 
 MAX_BYTES = 2**20
 MAX_AGE = 100
@@ -30,6 +31,7 @@ class Model(RuleBasedStateMachine):
         self.kept: list[tuple[str, Record]] = []
         self.aged: Counter[str] = Counter()
         self.sized: Counter[str] = Counter()
+        self.begun: set[str] = set()
         self.spool = self.open()
 
     def open(self) -> Spool:
@@ -54,19 +56,23 @@ class Model(RuleBasedStateMachine):
         late=st.integers(0, 120),
     )
     def append(self, queue: str, sizes: list[int], times: int, late: int) -> None:
-        """Records of many sizes, some of them late. What has to go for them is the oldest, of whatever queue."""
+        """Records of many sizes, some of them late. What has to go for them is the oldest, of whatever queue.
+
+        A batch that was begun goes last.
+        """
         sizes = sizes * times
         records = [Record(f"{self.made + n}", self.now - late, bytes(size)) for n, size in enumerate(sizes)]
         self.made += len(records)
-        assert self.spool.append(queue, records) == len(records)
-
-        self.drop_aged()
-        self.kept += [(queue, record) for record in records]
-        lost = Counter({name: self.spool.stats(name).lost_to_size for name in QUEUES})
-        dropped = (lost - self.sized).total()
-        assert Counter(name for name, _ in self.kept[:dropped]) == lost - self.sized
-        self.kept = self.kept[dropped:]
-        self.sized = lost
+        # One transaction each, since room for the next one may cost what the last one has stored.
+        for part in split(records, self.spool.max_record_bytes):
+            assert self.spool.append(queue, part) == len(part)
+            self.drop_aged()
+            lost = Counter({name: self.spool.stats(name).lost_to_size for name in QUEUES})
+            order = sorted(self.kept, key=lambda kept: kept[1].id in self.begun)  # which leaves the rest as it is
+            gone = order[: (lost - self.sized).total()]
+            assert Counter(name for name, _ in gone) == lost - self.sized
+            self.kept = [kept for kept in self.kept if kept not in gone] + [(queue, record) for record in part]
+            self.sized = lost
 
     @rule(queue=st.sampled_from(QUEUES), limit=st.integers(1, 20), skip=st.integers(0, 3))
     def peek(self, queue: str, limit: int, skip: int) -> None:
@@ -78,6 +84,16 @@ class Model(RuleBasedStateMachine):
         if skip < len(found):
             later = self.spool.peek(queue, limit, found[skip].number)
             assert [record._replace(number=0) for record in later] == expected[skip + 1 :][:limit]
+
+    @rule(queue=st.sampled_from(QUEUES), limit=st.integers(1, 20))
+    def next_batch(self, queue: str, limit: int) -> None:
+        """What is left of the batch that was begun; if nothing, the first of the queue, which are one from then on."""
+        found = self.spool.next_batch(queue, limit)
+        self.drop_aged()
+        mine = [record for name, record in self.kept if name == queue]
+        begun = [record for record in mine if record.id in self.begun]
+        assert [record._replace(number=0) for record in found] == (begun or mine[:limit])
+        self.begun.update(record.id for record in found)
 
     @rule(queue=st.sampled_from(QUEUES), limit=st.integers(1, 20))
     def ack(self, queue: str, limit: int) -> None:
@@ -104,7 +120,7 @@ class Model(RuleBasedStateMachine):
         """The next process, after one that died: it finds the files as they are at this moment."""
         crashed = self.folder / "crashed"
         crashed.mkdir()
-        for suffix in ("", "-wal"):
+        for suffix in ("", "-wal"):  # the marks are written in place, and stay where they are
             shutil.copy(f"{self.path}{suffix}", crashed / f"spool{suffix}")
         self.spool.close()
         for suffix in ("", "-wal"):

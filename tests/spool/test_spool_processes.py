@@ -52,7 +52,7 @@ def test_what_append_returned_for_survives_sigkill(kills: int, path: Path, start
         assert process.wait() == -signal.SIGKILL
 
         with Spool(path, max_bytes=2**26) as spool:
-            found = [int(record.id) for part in spool.batches("logger", 1000) for record in part]
+            found = [int(record.id) for record in spool.peek("logger", 1_000_000)]
             stats = spool.stats("logger")
             assert stats.lost == 0
             # It may have stored one batch more than it came to say.
@@ -151,6 +151,41 @@ def test_a_forked_child_cannot_touch_its_parents_spool(path: Path, start: Start)
         assert [record.id for record in spool.peek("b", 1000)] == [str(n) for n in range(400)]
 
 
+MANY = """
+import gc, os, sys, weakref
+from eventbus_engine.spool import Spool
+from eventbus_engine.spool.lock import guards
+
+def spool(number):
+    return Spool(f"{sys.argv[1]}.{number}")
+
+kept = [spool(number) for number in range(3)]
+gone = [weakref.ref(spool(number)) for number in range(3, 6)]
+gc.collect()
+assert [found() for found in gone] == [None] * 3
+assert len(guards) == 3, len(guards)
+for _ in range(2):
+    child = os.fork()
+    if not child:
+        spool(6).close()
+        spool(7)  # as the parent's, it hears of the forks of its own process
+        if not (grandchild := os.fork()):
+            spool(8).close()
+            os._exit(0)
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+for mine in kept:
+    mine.close()
+"""
+
+
+def test_a_process_may_have_many_spools_and_its_children_too(path: Path, start: Start) -> None:
+    """One hook sees to all that are there at a fork, and to none that are gone."""
+    printed, errors = start(MANY, path).communicate()
+
+    assert printed == "0\n0\n", errors
+
+
 ORPHAN = """
 import os, sys
 from eventbus_engine.spool import Record, Spool
@@ -247,6 +282,55 @@ def test_a_full_disk_is_an_error_that_passes(tmp_path: Path, start: Start) -> No
 
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.removeprefix("recovered ")) > 100
+
+
+AGAIN = """
+import sys
+from eventbus_engine import SpoolFullError
+from eventbus_engine.spool import Record, Spool
+
+path, stored = sys.argv[1] + "/spool", 0
+for life in range(4):
+    with Spool(path) as spool:
+        assert spool.stats("a").pending == 0
+        assert spool.peek("a") == []
+        first = stored
+        try:
+            while True:
+                spool.append("a", [Record(f"{stored}", 0, bytes(2000))])
+                stored += 1
+        except SpoolFullError:
+            pass
+        assert stored - first > 10, (life, stored - first)
+        found = spool.peek("a", 1000)
+        assert [record.id for record in found] == [f"{n}" for n in range(first, stored)]
+        assert [record.number for record in found] == list(range(first + 1, stored + 1))
+        assert spool.ack("a", found[-1].number) == len(found)
+        try:
+            spool.count_lost("a", 1)
+        except SpoolFullError:
+            raise SystemExit("not even that")
+print(stored, Spool(path).stats("a").lost)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("unshare") is None, reason="needs a mount of its own")
+def test_a_spool_that_has_filled_the_disk_gives_it_back_once_all_is_delivered(tmp_path: Path) -> None:
+    """It would be full for ever of what its log has on records that are long gone. What it has counted stays."""
+    mount = ["unshare", "--user", "--map-root-user", "--mount"]
+    if subprocess.run([*mount, "mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespaces here")
+    script = 'mount -t tmpfs -o size=400k tmpfs "$1" && exec "$2" -W error -c "$3" "$1"'
+    done = subprocess.run(
+        [*mount, "sh", "-c", script, "sh", tmp_path, sys.executable, AGAIN],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[1] == "4"
 
 
 LIMITED = """

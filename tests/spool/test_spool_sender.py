@@ -27,6 +27,8 @@ class FarSide:
     def __init__(self) -> None:
         self.events: list[SpooledEvent] = []
         self.sizes: list[int] = []
+        self.attempts: list[list[int | None]] = []
+        self.retry_after: float | None = None
         self.down = False
         self.held: anyio.Event | None = None
         self.called = anyio.Event()
@@ -35,10 +37,13 @@ class FarSide:
         """What a callback's delivery is."""
         self.called.set()
         self.called = anyio.Event()
+        self.attempts.append([event.step for event in events])
         if self.held is not None:
             await self.held.wait()
         if self.down:
-            raise ConnectionRefusedError("far side is down")
+            error = ConnectionRefusedError("far side is down")
+            error.retry_after = self.retry_after  # type: ignore[attr-defined]
+            raise error
         self.events += events
         self.sizes.append(len(events))
 
@@ -132,7 +137,7 @@ async def test_while_the_far_side_is_down_events_are_on_the_disk(
         assert await sender.close(60) == (40, 0, 0)
     assert far.steps == list(range(40))
     assert [record.getMessage() for record in caplog.records] == [
-        "the events of log cannot be delivered and stay in the spool: ConnectionRefusedError('far side is down')",
+        "the events of log cannot be delivered now: ConnectionRefusedError('far side is down')",
         "the events of log are delivered again",
     ]
 
@@ -206,6 +211,71 @@ async def test_with_the_disk_full_events_are_delivered_from_memory(
         assert await sender.close(60) == (20, 0, 0)
     assert far.steps == list(range(20))
     assert [record.getMessage() for record in caplog.records] == ["the events of log stay in memory: there is no room"]
+
+
+async def test_a_batch_from_memory_that_comes_again_is_the_same_batch(spool: TightSpool) -> None:
+    """Whatever has come in meanwhile."""
+    far = FarSide()
+    far.down = spool.full = True
+    sender = SpoolSender(spool, "log", far.take, retry_wait=0)
+    async with anyio.create_task_group() as group:
+        group.start_soon(sender.run)
+        sender.put_all(events(3))
+        while len(far.attempts) < 2:
+            await anyio.lowlevel.checkpoint()
+        sender.put_all(events(4, 3))
+        seen = len(far.attempts)
+        while len(far.attempts) < seen + 3:
+            await anyio.lowlevel.checkpoint()
+        far.down = False
+        assert await sender.close(60) == (7, 0, 0)
+    assert set(map(tuple, far.attempts[:-1])) == {(0, 1, 2)}
+    assert far.sizes == [3, 4]
+
+
+async def test_a_far_side_that_asks_for_a_pause_gets_it(spool: TightSpool) -> None:
+    """However short our own would be."""
+    far = FarSide()
+    far.down, far.retry_after = True, 3600.0
+    sender = SpoolSender(spool, "log", far.take, retry_wait=0)
+    async with anyio.create_task_group() as group:
+        group.start_soon(sender.run)
+        sender.put_all(events(1))
+        while not far.attempts:
+            await anyio.lowlevel.checkpoint()
+        sender.put_all(events(1, 1))
+        while spool.stats("log").pending < 2:
+            await anyio.lowlevel.checkpoint()
+        assert len(far.attempts) == 1
+        await sender.close(0)
+
+
+async def test_a_sender_that_is_hurried_gives_up_only_what_is_on_the_disk(spool: TightSpool) -> None:
+    """What is in memory would be lost."""
+    far = FarSide()
+    far.down = spool.full = True
+    sender = SpoolSender(spool, "log", far.take, retry_wait=0)
+    async with anyio.create_task_group() as group:
+        group.start_soon(sender.run)
+        sender.put_all(events(2))
+        sender.hurry()
+        while len(far.attempts) < 4:
+            await anyio.lowlevel.checkpoint()
+        assert not sender.idle
+        spool.full = False
+        await sender.drain()
+        assert await sender.close(60) == (0, 2, 0)
+
+
+async def test_nothing_to_put_is_nothing_to_wait_for(spool: TightSpool) -> None:
+    """A sender that was idle is so still."""
+    sender = SpoolSender(spool, "log", FarSide().take)
+    async with anyio.create_task_group() as group:
+        group.start_soon(sender.run)
+        await sender.drain()
+        sender.put_all([])
+        assert sender.idle
+        await sender.close(0)
 
 
 async def test_what_can_neither_be_written_nor_delivered_by_the_end_is_reported_as_lost(spool: TightSpool) -> None:

@@ -20,6 +20,7 @@ from eventbus_engine import (
     SpoolRecordError,
 )
 from eventbus_engine.spool import QueueStats, Record, Spool
+from eventbus_engine.spool.marks import Mark
 
 Make = Callable[..., list[Record]]
 MIB = 2**20
@@ -46,7 +47,6 @@ def test_records_come_back_as_they_went_in_and_in_order(path: Path, make: Make) 
         assert ids(spool.peek("b")) == ["id2"]
         assert spool.peek("c") == []
         assert spool.queues() == ["a", "b"]
-        assert [ids(batch) for batch in spool.batches("a", 2)] == [["id0", "id1"], ["id3"]]
 
 
 def test_only_what_is_acknowledged_goes(path: Path, make: Make) -> None:
@@ -72,7 +72,11 @@ def test_another_spool_on_the_file_goes_on_where_the_first_ended(path: Path, mak
         spool.append("a", make(1, 3))
         assert [record.number for record in spool.peek("a")] == [4]
         assert spool.stats("a") == QueueStats(pending=1, size=20, oldest=1003)
-    assert sorted(file.name for file in path.parent.iterdir()) == [path.name, f"{path.name}.lock"]
+    assert sorted(file.name for file in path.parent.iterdir()) == [
+        path.name,
+        f"{path.name}.lock",
+        f"{path.name}.marks",
+    ]
 
 
 def test_an_acknowledgement_of_very_many_is_one_call(path: Path, make: Make) -> None:
@@ -137,6 +141,61 @@ def test_what_is_dropped_for_size_is_the_oldest_and_is_counted(path: Path, make:
     with Spool(path, max_bytes=MIB) as spool:
         assert spool.stats("old") == QueueStats(lost_to_size=20)
         assert spool.stats("new").lost == 2_000 - len(left)
+
+
+def test_the_batch_on_its_way_is_dropped_last(path: Path, make: Make) -> None:
+    """It may arrive at any moment, and would count as lost all the same; what is behind it has not been sent."""
+    with Spool(path, max_bytes=MIB) as spool:
+        spool.append("a", make(10, size=1000))
+        spool.append("b", make(10, size=1000))
+        batch = spool.next_batch("a", 5)
+        for first in range(10, 2_010, 100):
+            spool.append("b", make(100, first, size=1000))
+        left = ids(spool.peek("b", 2_000))
+
+        assert spool.next_batch("a", 5) == batch
+        assert ids(spool.peek("a")) == ["id0", "id1", "id2", "id3", "id4"]
+        assert spool.stats("a").lost_to_size == 5
+        assert left == [f"id{n}" for n in range(2_010 - len(left), 2_010)]
+        assert spool.ack("a", batch[-1].number) == 5
+        assert spool.stats("a").lost == 5
+
+        # With nothing behind them, the batches on their way have to go.
+        begun = len(spool.next_batch("b", 2_000))
+        spool.append("a", make(60, 5, size=1000))
+        assert ids(spool.peek("a")) == [f"id{n}" for n in range(5, 65)]
+        assert spool.stats("b").pending < begun
+        assert spool.stats("b").lost == 2_010 - spool.stats("b").pending
+
+
+def test_what_is_acknowledged_but_not_removed_is_no_batch_on_its_way(path: Path, make: Make) -> None:
+    """It goes first, since nobody loses it."""
+    with Spool(path, max_bytes=MIB) as spool:
+        spool.append("a", make(60, size=1000))
+        spool.append("b", make(2, size=1000))
+        spool._marks.set(spool._find("a"), Mark(acknowledged=50, batch_end=60))
+        while not spool.stats("b").lost:
+            spool.append("c", make(20, size=1000))
+
+        assert ids(spool.peek("a")) == [f"id{n}" for n in range(50, 60)]
+        assert spool.stats("a").lost == 0
+
+
+def test_a_batch_that_was_begun_stays_as_it_was(path: Path, make: Make) -> None:
+    """For the next process too, with a lower limit or a higher one; the limit is for the batch after it."""
+    with Spool(path) as spool:
+        spool.append("a", make(12))
+        assert ids(spool.next_batch("a", 6)) == ids(make(6))
+    for limit in (2, 9):
+        with Spool(path) as spool:
+            assert ids(spool.next_batch("a", limit)) == ids(make(6))
+    with Spool(path) as spool:
+        assert ids(spool.next_batch("a", 2, after=6)) == ["id6", "id7"]
+        spool.ack("a", 6)
+        assert ids(spool.next_batch("a", 9)) == ["id6", "id7"]
+        spool.ack("a", 8)
+        assert ids(spool.next_batch("a", 2)) == ["id8", "id9"]
+        assert spool.next_batch("b") == []
 
 
 def test_a_file_larger_than_max_bytes_is_brought_within_it(path: Path, make: Make) -> None:
@@ -223,6 +282,45 @@ def test_a_file_has_one_spool_at_a_time(path: Path, make: Make) -> None:
         assert ids(spool.peek("a")) == ["id0"]
 
 
+def test_a_queue_has_one_reader_at_a_time(path: Path) -> None:
+    """A second one would send everything again; the error names the queue and the ways out."""
+    with Spool(path) as spool:
+        spool.claim("a")
+        with pytest.raises(
+            SpoolInUseError, match=r"queue 'a' of the spool .* is read already.* another name"
+        ) as caught:
+            spool.claim("a")
+        assert caught.value.path == path
+        spool.claim("b")
+        spool.release("a")
+        spool.claim("a")
+        spool.release("a")
+        spool.release("a")
+    with Spool(path) as spool:
+        spool.claim("b")
+
+
+def test_of_threads_that_claim_a_queue_at_once_one_gets_it(path: Path) -> None:
+    """Without waiting for whoever is in the file: an event loop may do it."""
+    refused: list[SpoolInUseError] = []
+    together = threading.Barrier(8)
+
+    def claim() -> None:
+        together.wait()
+        try:
+            spool.claim("a")
+        except SpoolInUseError as error:
+            refused.append(error)
+
+    with Spool(path) as spool, spool._mutex:
+        threads = [threading.Thread(target=claim) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(refused) == 7
+
+
 def test_another_program_in_the_file_is_an_error_that_says_so(path: Path) -> None:
     """Someone with a transaction under way in sqlite3."""
     Spool(path).close()
@@ -296,16 +394,16 @@ def test_damage_that_comes_while_it_is_open_is_named(path: Path, make: Make) -> 
     with Spool(path) as spool:
         damage_middle(path)
         with pytest.raises(SpoolCorruptError, match="is damaged"):
-            list(spool.batches("a"))
+            spool.peek("a", 1000)
 
 
 def test_a_file_of_another_version_or_program_is_left_alone(path: Path) -> None:
     """Each with its own way out, `set_aside` or not: it is whole, and somebody's."""
     Spool(path).close()
     other = sqlite3.connect(path)
-    other.execute("PRAGMA user_version = 2")
+    other.execute("PRAGMA user_version = 3")
     other.close()
-    with pytest.raises(SpoolError, match="has version 2 of the format, and this is version 1; let the version"):
+    with pytest.raises(SpoolError, match="has version 3 of the format, and this is version 2; let the version"):
         Spool(path, on_corrupt="set_aside")
     foreign = path.with_name("foreign.db")
     other = sqlite3.connect(foreign)
@@ -357,7 +455,7 @@ def test_power_durability_stores_the_same(path: Path, make: Make) -> None:
     """It only waits for the disk, as SQLite is told to."""
     with Spool(path, durability="power") as spool:
         spool.append("a", make(3))
-        assert spool._pragma("synchronous") == 2
+        assert spool._database.pragma("synchronous") == 2
         assert ids(spool.peek("a")) == ["id0", "id1", "id2"]
     with Spool(path) as spool:
-        assert spool._pragma("synchronous") == 1
+        assert spool._database.pragma("synchronous") == 1
