@@ -19,7 +19,7 @@ Order = tuple[str, ...]
 
 @dataclass
 class RunRecords:
-    """The records of a `JsonlLogger`, in brief.
+    """The records of a `JsonlLogger(log_traces=True)`, in brief.
 
     Attributes:
         batches: how many batches logged their loss.

@@ -99,7 +99,7 @@ def make_trainer(options: Options, directory: Path, url: str) -> Trainer:
         max_duration=f"{batches}ba",
         algorithms=[MixUp(), LabelSmoothing(), LayerFreezing(), SelectiveBackprop()],
         callbacks=[PostBatches(url)],
-        loggers=[JsonlLogger(directory / "metrics.jsonl"), ProgressBar(enabled=options.progress)],
+        loggers=[JsonlLogger(directory / "metrics.jsonl", log_traces=True), ProgressBar(enabled=options.progress)],
         seed=options.seed,
         run_name=directory.name,
     )

@@ -6,6 +6,7 @@ import gzip as gzip_format
 import hashlib
 import itertools
 import json
+import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -18,6 +19,7 @@ from eventbus_engine.callback import Delivery
 from eventbus_engine.errors import ConfigurationError, DeliveryError
 from eventbus_engine.logger import LoggerDestination
 from eventbus_engine.loggers.plain import jsonable
+from eventbus_engine.loggers.records import RecordDestination
 from eventbus_engine.policy import Circuit, Retry
 from eventbus_engine.telemetry.endpoint import Endpoint, read_retry_after, resolve_headers
 
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     import httpx
 
     from eventbus_engine.snapshot import Record
-    from eventbus_engine.trace import Traces
 
 __all__ = ["HttpLogger", "LogRecord"]
 
@@ -37,12 +38,16 @@ _SHOWN = 200
 """Characters of an answer that an error shows."""
 
 
-class HttpLogger(LoggerDestination):
+log: logging.Logger = logging.getLogger("eventbus_engine")
+
+
+class HttpLogger(RecordDestination):
     """Post log records to a URL, in batches, from the background. Needs the extra `http`.
 
     Every record has `id` (unique), `run`, `time` (when it was logged: ISO 8601, UTC), `kind` and `step` (null where
     there is none), then the fields of its kind, with values as `JsonlLogger` writes them: tensors and arrays as numbers
-    or lists, NaN and the infinities as the strings `"NaN"`, `"Infinity"` and `"-Infinity"`. The kinds are `metrics`,
+    or lists, NaN and the infinities as the strings `"NaN"`, `"Infinity"` and `"-Infinity"`. A record that JSON cannot
+    hold all the same is sent with an `error` instead of its values, and logged. The kinds are `metrics`,
     `hyperparameters`, `table` and, if asked for, `traces`. Images and files are not sent: JSON is no place for them,
     and services do not agree on another.
 
@@ -50,9 +55,9 @@ class HttpLogger(LoggerDestination):
     `Idempotency-Key` that is the same on every attempt, made of the ids of its records: the far side may get it twice,
     when an answer was lost on the way, and can tell by the key. Records arrive in the order of logging.
 
-    429, 5xx, a connection error and an answer that does not come in time are tried again, as `retry` and `circuit`
-    say, but not before what `Retry-After` says. Any other answer but 2xx is final. A batch that is given up is a
-    `DeliveryError`, which the engine logs, and its events are counted in the report of `close`.
+    408, 425, 429, 5xx, a connection error and an answer that does not come in time are tried again, as `retry` and
+    `circuit` say, but not before what `Retry-After` says. Any other answer but 2xx is final. A batch that is given up
+    is a `DeliveryError`, which the engine logs, and its events are counted in the report of `close`.
 
     Args:
         url: where to post.
@@ -65,7 +70,7 @@ class HttpLogger(LoggerDestination):
         client: an `httpx.AsyncClient` of your own, which stays open; by default one is made when the engine opens the
             destination and closed with it.
         **options: the options of `Callback`. The defaults here: `delivery="background"`, `max_batch=100`,
-            `max_wait=0.2`, `timeout=10.0` for one request, its answer included, `retry=Retry(attempts=8)`, which takes
+            `max_wait=1.0`, `timeout=10.0` for one request, its answer included, `retry=Retry(attempts=8)`, which takes
             a minute, and `circuit=Circuit(failures=8)`, so that after it one batch is tried every 30 s.
 
     Attributes:
@@ -79,7 +84,7 @@ class HttpLogger(LoggerDestination):
 
     delivery: Delivery = "background"
     max_batch: int | None = 100
-    max_wait: float = 0.2
+    max_wait: float = 1.0
     timeout: float | None = 10.0
     retry: Retry | None = Retry(attempts=8)
     circuit: Circuit | None = Circuit(failures=8)
@@ -99,7 +104,7 @@ class HttpLogger(LoggerDestination):
     ) -> None:
         if format not in _CONTENT_TYPES:
             raise ConfigurationError(f"HttpLogger has format={format!r}; use 'json' or 'ndjson'")
-        super().__init__(**options)
+        super().__init__(log_traces=log_traces, **options)
         self.url: str = url
         self._endpoint = Endpoint.parse(url, "url")
         self._format = format
@@ -111,8 +116,9 @@ class HttpLogger(LoggerDestination):
             **resolve_headers(headers or {}),
         }
         self.run_id: str = secrets.token_hex(8) if run_id is None else run_id
-        self._wants_traces = log_traces
         self._httpx, self._make_request = _load_httpx()
+        # Here, and not where it would hold up the event loop: the authorities for TLS take a while to load.
+        self._tls = None if client is not None else self._httpx.create_ssl_context(verify=self._endpoint.tls)
         self._given = client
         self._client = client
         # Of this object and no other, so that ids stay unique where a run is continued under its name.
@@ -122,8 +128,8 @@ class HttpLogger(LoggerDestination):
     def open(self, state: Any, logger: Any) -> None:
         """Make the client."""
         if self._client is None:
-            # The authorities for TLS take a while to load, and are not needed for plain HTTP.
-            self._client = self._httpx.AsyncClient(verify=self._endpoint.tls)
+            assert self._tls is not None  # noqa: S101 -- there is one where no client was given
+            self._client = self._httpx.AsyncClient(verify=self._tls)
 
     async def close(self, state: Any, logger: Any) -> None:
         """Close the client."""
@@ -132,23 +138,8 @@ class HttpLogger(LoggerDestination):
             with anyio.CancelScope(shield=True):
                 await client.aclose()
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> LogRecord:
-        """Send a record of kind `metrics`."""
-        return self._record("metrics", step, metrics=metrics)
-
-    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> LogRecord:
-        """Send a record of kind `hyperparameters`."""
-        return self._record("hyperparameters", None, hyperparameters=hyperparameters)
-
-    def log_traces(self, traces: Traces, step: int | None = None) -> LogRecord | None:
-        """Send a record of kind `traces`, one for all the algorithms of an event, if made with `log_traces=True`."""
-        return self._record("traces", step, traces=traces) if self._wants_traces else None
-
-    def log_table(
-        self, columns: Sequence[str], rows: Sequence[Sequence[Any]], name: str = "Table", step: int | None = None
-    ) -> LogRecord:
-        """Send a record of kind `table`."""
-        return self._record("table", step, name=name, columns=list(columns), rows=[list(row) for row in rows])
+    # JSON is no place for them.
+    log_images: Any = LoggerDestination.log_images
 
     async def send_records(self, records: Sequence[Record], logger: Any) -> None:
         """Post one batch, once.
@@ -159,8 +150,15 @@ class HttpLogger(LoggerDestination):
         if self._client is None:
             raise DeliveryError(f"the destination for {self._shown} is not open; log while the engine is")
         batch: list[LogRecord] = [record.value for record in records]
-        headers = {**self._headers, "Idempotency-Key": _key_of(batch)}
-        request = self._make_request(self._client, self.url, self._encode(batch), headers)
+        try:
+            headers = {**self._headers, "Idempotency-Key": _key_of(batch)}
+            body = self._encode(batch)
+        except Exception as error:
+            raise DeliveryError(
+                f"what a hook of {type(self).__name__} has returned is no record: {type(error).__name__}: {error}; "
+                f"return what a log_* method does"
+            ) from error
+        request = self._make_request(self._client, self.url, body, headers)
         try:
             response = await self._client.send(request)
         except Exception as error:
@@ -176,7 +174,7 @@ class HttpLogger(LoggerDestination):
         said = f": {response.text[:_SHOWN]}" if response.content else ""
         return DeliveryError(
             f"{self._shown} answered {status} {response.reason_phrase}{said}",
-            retryable=status == 429 or status >= 500,
+            retryable=status in (408, 425, 429) or status >= 500,
             retry_after=read_retry_after(response.headers.get("Retry-After")),
         )
 
@@ -185,27 +183,38 @@ class HttpLogger(LoggerDestination):
         """Without the query, which may hold a key."""
         return self.url.partition("?")[0]
 
-    def _record(self, kind: str, step: int | None, **fields: Any) -> LogRecord:
-        """A record of what is logged, as it is now. On any thread."""
+    def write(self, kind: str, step: int | None, **fields: Any) -> LogRecord:
+        """Make a record of what is logged, as it is now. On any thread."""
         return {
             "id": f"{self._session}-{next(self._numbers)}",
-            "run": self.run_id,
+            "run": jsonable(self.run_id),
             "time": datetime.now(UTC).isoformat(timespec="microseconds"),
             "kind": kind,
-            "step": step,
-            **jsonable(fields),
+            **jsonable({"step": step, **fields}),
         }
 
     def _encode(self, records: Sequence[LogRecord]) -> bytes:
-        if self._format == "json":
-            text = _json({"records": list(records)})
-        else:
-            text = "".join(f"{_json(record)}\n" for record in records)
+        lines = [self._json(record) for record in records]
+        text = (
+            f'{{"records":[{",".join(lines)}]}}' if self._format == "json" else "".join(f"{line}\n" for line in lines)
+        )
         # Without the time of compression, the same batch is the same bytes.
-        return gzip_format.compress(text.encode(), mtime=0) if self._gzip else text.encode()
+        return gzip_format.compress(text.encode(), compresslevel=6, mtime=0) if self._gzip else text.encode()
+
+    def _json(self, record: LogRecord) -> str:
+        """A record as JSON. One that cannot be written must not cost the others: what it was about is sent instead."""
+        try:
+            return _dumps(record)
+        except (RecursionError, TypeError, ValueError) as error:
+            said = f"{type(error).__name__}: {error}"
+            log.error(
+                "%s: record %s is sent without its values, which are none of JSON: %s", self._shown, record["id"], said
+            )
+            head = {name: value for name, value in record.items() if isinstance(value, str)}
+            return _dumps({**head, "step": None, "error": said})
 
 
-def _json(value: Any) -> str:
+def _dumps(value: Any) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 

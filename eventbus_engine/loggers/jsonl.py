@@ -28,7 +28,7 @@ class JsonlLogger(RecordDestination):
 
     * `metrics`: `metrics`, name to value;
     * `hyperparameters`: `hyperparameters`, name to value;
-    * `traces`: `traces`, key to the fields of the `Trace`, in order;
+    * `traces`, if asked for: `traces`, key to the fields of the `Trace`, in order;
     * `table`: `name`, `columns`, `rows`;
     * `images`: `name`, `shape`, `channels_last`. The pixels stay out: JSON is no place for them.
 
@@ -57,15 +57,27 @@ class JsonlLogger(RecordDestination):
         path: the file. Parent directories are made, an existing file is continued.
         max_bytes: the size at which the file is set aside and a new one begun; None, the default, lets it grow.
         backups: how many older files to keep, at least 1.
+        log_traces: whether to write the traces, too: a record for each event.
+        **options: the options of `Callback`.
 
     Raises:
         ConfigurationError: the file cannot be opened for writing, or a limit is no positive whole number.
+        HandlerTypeError: an option that callbacks do not have.
     """
 
-    def __init__(self, path: str | os.PathLike[str], max_bytes: int | None = None, backups: int = 5) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        max_bytes: int | None = None,
+        backups: int = 5,
+        *,
+        log_traces: bool = False,
+        **options: Any,
+    ) -> None:
         for name, limit in (("max_bytes", 1 if max_bytes is None else max_bytes), ("backups", backups)):
             if not isinstance(limit, int) or limit < 1:
                 raise ConfigurationError(f"{name}={limit!r} is no limit; give a whole number of at least 1")
+        super().__init__(log_traces=log_traces, **options)
         self.path: Path = Path(path)
         self.lost: int = 0
         self._max_bytes = max_bytes

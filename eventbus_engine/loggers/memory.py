@@ -17,20 +17,25 @@ __all__ = ["InMemoryLogger"]
 
 
 class InMemoryLogger(LoggerDestination):
-    """Keep everything that is logged, in the order of logging.
+    """Keep what is logged, in the order of logging.
 
     Metrics, hyperparameters and tables are kept as plain Python values (a 0-dimensional tensor as a float), so that
     nothing holds on to a computation graph; images and traces as they came.
 
+    Args:
+        log_traces: whether to keep the traces, too: an entry for each event.
+
     Attributes:
         data: metric to `(step, value)` pairs.
         hyperparameters: name to value; a later value replaces an earlier one.
-        traces: `(step, traces)` pairs, one for each event.
+        traces: `(step, traces)` pairs, one for each event, if asked for.
         tables: name to `(step, columns, rows)`.
         images: name to `(step, images)`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, log_traces: bool = False) -> None:
+        super().__init__()
+        self._wants_traces = log_traces
         self.data: dict[str, list[tuple[int | None, Any]]] = {}
         self.hyperparameters: dict[str, Any] = {}
         self.traces: list[tuple[int | None, Traces]] = []
@@ -64,8 +69,9 @@ class InMemoryLogger(LoggerDestination):
         self.hyperparameters.update({name: plain(value) for name, value in hyperparameters.items()})
 
     def log_traces(self, traces: Traces, step: int | None = None) -> None:
-        """Append the traces of one event."""
-        self.traces.append((step, dict(traces)))
+        """Append the traces of one event, if made with `log_traces=True`."""
+        if self._wants_traces:
+            self.traces.append((step, dict(traces)))
 
     def log_table(
         self, columns: Sequence[str], rows: Sequence[Sequence[Any]], name: str = "Table", step: int | None = None

@@ -37,9 +37,10 @@ class OtelLogger(RecordDestination):
       underscores, and a name that does not begin with a letter gets `m_` in front. If that makes two names equal
       (case does not count), the later one also gets a checksum. The gauge `eventbus.step` holds the step.
       The step is no attribute: each would make another time series of every metric, and backends bill by the series.
-    * Hyperparameters, traces, tables, images, and metrics that are no finite number are log records with the event name
-      `eventbus.hyperparameters`, `eventbus.traces` and so on. The body has the fields of `RecordDestination` as plain
-      values, the attribute `eventbus.step` the step, and trace and span are those of the event being handled.
+    * Hyperparameters, tables, images, traces if asked for, and metrics that are no finite number are log records with
+      the event name `eventbus.hyperparameters`, `eventbus.traces` and so on. The body has the fields of
+      `RecordDestination` as plain values, the attribute `eventbus.step` the step, and trace and span are those of the
+      event being handled.
 
     A gauge keeps its last value until the reader collects it: what is logged in between is not exported. For every
     single value use another destination as well. Calls only the OpenTelemetry API: without an SDK it does nothing.
@@ -48,11 +49,22 @@ class OtelLogger(RecordDestination):
     Args:
         meter_provider: where the gauges are made; the global one by default.
         logger_provider: where the log records go; the global one by default.
+        log_traces: whether to emit the traces, too: a log record for each event.
+        **options: the options of `Callback`.
+
+    Raises:
+        HandlerTypeError: an option that callbacks do not have.
     """
 
     def __init__(
-        self, meter_provider: MeterProvider | None = None, logger_provider: LoggerProvider | None = None
+        self,
+        meter_provider: MeterProvider | None = None,
+        logger_provider: LoggerProvider | None = None,
+        *,
+        log_traces: bool = False,
+        **options: Any,
     ) -> None:
+        super().__init__(log_traces=log_traces, **options)
         self._meter = get_meter(_SCOPE, meter_provider=meter_provider)
         self._logger = get_logger(_SCOPE, logger_provider=logger_provider)
         self._lock = threading.Lock()

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
+from importlib import import_module
 
 import httpx
 
 __all__ = ["make_request"]
+
+# The first request would load them, and hold up the event loop meanwhile: for a quarter of a second on a busy machine.
+import_module("encodings.idna")
+import_module("httpcore")
 
 
 def make_request(client: httpx.AsyncClient, url: str, body: bytes, headers: Mapping[str, str]) -> httpx.Request:

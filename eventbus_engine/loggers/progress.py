@@ -42,9 +42,11 @@ class ProgressBar(LoggerDestination):
         interval: seconds between two redraws.
         stream: where to; standard error by default.
         enabled: False draws nothing anywhere. Where several ranks share a terminal, let one of them draw.
+        **options: the options of `Callback`.
 
     Raises:
         ConfigurationError: `total` or `interval` is negative, or `event` cannot be an event.
+        HandlerTypeError: an option that callbacks do not have.
     """
 
     def __init__(
@@ -57,11 +59,13 @@ class ProgressBar(LoggerDestination):
         interval: float = 0.1,
         stream: TextIO | None = None,
         enabled: bool = True,
+        **options: Any,
     ) -> None:
         if interval < 0 or (total is not None and total < 0):
             raise ConfigurationError(f"total={total!r} and interval={interval!r} must not be negative")
         if hasattr(self, event):
             raise ConfigurationError(f"event={event!r} is a method of ProgressBar; give the value of an event")
+        super().__init__(**options)
         self._total = total
         self._counts_batches = event == "batch_end"
         self._label = label

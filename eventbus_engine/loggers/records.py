@@ -30,10 +30,21 @@ class RecordDestination(LoggerDestination):
 
     * `metrics`: `metrics`, name to value;
     * `hyperparameters`: `hyperparameters`, name to value;
-    * `traces`: `traces`, key to `Trace`, one record for all the algorithms of an event;
+    * `traces`, if asked for: `traces`, key to `Trace`, one record for all the algorithms of an event;
     * `table`: `name`, `columns`, `rows`;
     * `images`: `name`, `shape` (null for a list without one), `channels_last`. The pixels stay out.
+
+    Args:
+        log_traces: whether to write the traces: a record for each event.
+        **options: the options of `Callback`.
+
+    Raises:
+        HandlerTypeError: an option that callbacks do not have.
     """
+
+    def __init__(self, *, log_traces: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self._wants_traces = log_traces
 
     def write(self, kind: str, step: int | None, **fields: Any) -> Any:
         """Write one record. The fields are as they were logged, and not copied."""
@@ -48,8 +59,8 @@ class RecordDestination(LoggerDestination):
         return self.write("hyperparameters", None, hyperparameters=hyperparameters)
 
     def log_traces(self, traces: Traces, step: int | None = None) -> Any:
-        """Write a record of kind `traces`, one for all the algorithms of an event."""
-        return self.write("traces", step, traces=traces)
+        """Write a record of kind `traces`, one for all the algorithms of an event, if made with `log_traces=True`."""
+        return self.write("traces", step, traces=traces) if self._wants_traces else None
 
     def log_table(
         self, columns: Sequence[str], rows: Sequence[Sequence[Any]], name: str = "Table", step: int | None = None

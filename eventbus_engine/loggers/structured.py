@@ -23,7 +23,7 @@ class StructlogLogger(RecordDestination):
     The event is the kind of the record, with `time` (ISO 8601, UTC) and, where there is one, `step`:
 
     * `metrics`, `hyperparameters`: each value under its name;
-    * `traces`: `traces`, key to the fields of the `Trace`;
+    * `traces`, if asked for: `traces`, key to the fields of the `Trace`;
     * `table`: `table` (its name), `columns`, `rows`;
     * `images`: `images` (their name), `shape`, `channels_last`. The pixels stay out.
 
@@ -34,14 +34,18 @@ class StructlogLogger(RecordDestination):
     Args:
         logger: a structlog logger; by default `structlog.get_logger()`, which follows the configuration.
         level: `debug`, `info`, `warning`, `error` or `critical`.
+        log_traces: whether to log the traces, too: an event for each of the engine's.
+        **options: the options of `Callback`.
 
     Raises:
         ConfigurationError: there is no such level.
+        HandlerTypeError: an option that callbacks do not have.
     """
 
-    def __init__(self, logger: Any = None, level: str = "info") -> None:
+    def __init__(self, logger: Any = None, level: str = "info", *, log_traces: bool = False, **options: Any) -> None:
         if level not in _LEVELS:
             raise ConfigurationError(f"level={level!r} is no level of structlog's; give one of {', '.join(_LEVELS)}")
+        super().__init__(log_traces=log_traces, **options)
         self._logger: Any = structlog.get_logger() if logger is None else logger
         self._level = level
 

@@ -36,7 +36,7 @@ class Logged(NamedTuple):
 
 
 class RecordingLogger(InMemoryLogger):
-    """An `InMemoryLogger` that also keeps all calls in one sequence, each with the time it was made.
+    """An `InMemoryLogger` that also keeps all calls, those of traces too, in one sequence, each with its time.
 
     Args:
         name: its name in spans and logs.
@@ -50,7 +50,7 @@ class RecordingLogger(InMemoryLogger):
     """
 
     def __init__(self, name: str | None = None, **options: Any) -> None:
-        super().__init__()
+        super().__init__(log_traces=True)
         self.records: list[Logged] = []
         set_options(self, OPTIONS, {"name": name, **options})
 

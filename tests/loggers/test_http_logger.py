@@ -7,6 +7,7 @@ import json
 import math
 import random
 import socket
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -22,6 +23,7 @@ import torch
 
 from eventbus_engine import (
     Callback,
+    Circuit,
     ConfigurationError,
     DeliveryError,
     Engine,
@@ -51,6 +53,7 @@ class Watched(HttpLogger):
         super().__init__(url, **options)
         self.name = "remote"
         self.through = self.failures = 0
+        self.failure: DeliveryError | None = None
         self._changed = anyio.Event()
 
     async def send_records(self, records: Sequence[Record], logger: Any) -> None:
@@ -58,8 +61,9 @@ class Watched(HttpLogger):
         try:
             await super().send_records(records, logger)
             self.through += len(records)
-        except DeliveryError:
+        except DeliveryError as error:
             self.failures += 1
+            self.failure = error
             raise
         finally:
             self._changed.set()
@@ -89,6 +93,12 @@ async def log_numbers(engine: Engine[Any], *numbers: Any) -> None:
     for number in numbers:
         engine.logger.log_metrics({"n": number}, step=1)
         await engine.run_event(Job.RUN)
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[tuple[str, Any]]:
+    """What the engine has logged as errors, and the tracebacks with them."""
+    records = [record for record in caplog.records if record.name == "eventbus_engine"]
+    return [(record.getMessage(), record.exc_info) for record in records]
 
 
 def records_of(requests: Sequence[Request]) -> list[dict[str, Any]]:
@@ -177,6 +187,67 @@ async def test_floats_that_json_lacks_are_strings(endpoint: FlakyEndpoint) -> No
         json.loads(request.body, parse_constant=no_constants)
 
     assert numbers_of(endpoint.requests) == ["NaN", "Infinity", ["-Infinity"]]
+
+
+@pytest.mark.anyio
+async def test_a_value_that_json_cannot_hold_holds_up_nothing(endpoint: FlakyEndpoint) -> None:
+    """Neither a number too large to write, nor a step that is no plain int: it is sent once, with the others."""
+    step: Any = np.int64(7)
+    async with Engine(events=Job, callbacks=[HttpLogger(endpoint.url)]) as engine:
+        await log_numbers(engine, 1, 10**5000, -(10**5000), 4)
+        engine.logger.log_metrics({"n": 5}, step=step)
+        await engine.run_event(Job.RUN)
+        report = await engine.close()
+
+    assert report.ok
+    assert numbers_of(endpoint.requests) == [1, "<int of 16610 bits>", "-<int of 16610 bits>", 4, 5]
+    assert records_of(endpoint.requests)[-1]["step"] == 7
+
+
+class Hooked(HttpLogger):
+    """Sends records that its hook makes, some of which are none."""
+
+    makes_record = True
+
+    def run(self, state: Any, logger: Any) -> Any:
+        """Return a record whose values JSON cannot hold, or what is no record."""
+        return {**self.write("own", 3), "x": object()} if self.makes_record else 7
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("format", ["json", "ndjson"])
+async def test_a_record_that_cannot_be_written_costs_no_other(
+    endpoint: FlakyEndpoint, format: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It arrives without its values, and says why."""
+    remote = Hooked(endpoint.url, format=format, run_id="r")
+    async with Engine(events=Job, callbacks=[remote]) as engine:
+        engine.logger.log_metrics({"n": 1}, step=1)
+        await engine.run_event(Job.RUN)
+        report = await engine.close()
+    (request,) = endpoint.requests
+    rows = request.json["records"] if format == "json" else [json.loads(row) for row in request.body.splitlines()]
+    bad = next(row for row in rows if row["kind"] == "own")
+
+    assert report.ok
+    assert [row["metrics"] for row in rows if row["kind"] == "metrics"] == [{"n": 1}]
+    why = "TypeError: Object of type object is not JSON serializable"
+    assert (bad["run"], bad["step"], bad["error"], "x" in bad) == ("r", None, why, False)
+    (line,) = errors(caplog)
+    assert line[0].endswith(f"record {bad['id']} is sent without its values, which are none of JSON: {why}")
+
+
+@pytest.mark.anyio
+async def test_what_is_no_record_is_not_tried_again(endpoint: FlakyEndpoint) -> None:
+    """It would be in the way of all that is behind it."""
+    hooked = Hooked(endpoint.url, max_batch=1)
+    hooked.makes_record = False
+    async with Engine(events=Job, callbacks=[hooked]) as engine:
+        await engine.run_event(Job.RUN)
+        report = await engine.close()
+
+    assert (report.undelivered, report.deliveries["hooked"].retried) == ({"hooked": 1}, 0)
+    assert endpoint.requests == []
 
 
 @pytest.mark.anyio
@@ -325,7 +396,7 @@ async def test_what_is_logged_last_of_all_is_tried_until_the_deadline(endpoint: 
 @BACKENDS
 def test_a_batch_is_sent_until_it_is_through_under_the_same_key(endpoint: FlakyEndpoint, backend: str) -> None:
     """Errors of the server, half an answer, a reset: each may hide that it was taken. Nothing overtakes it."""
-    endpoint.script.extend([500, "half", "reset", 503, 429, 200])
+    endpoint.script.extend([500, "half", "reset", 503, 429, 408, 425, 200])
 
     async def body(engine: Engine[Any], remote: Watched) -> None:
         await log_numbers(engine, 1, 2)
@@ -336,13 +407,13 @@ def test_a_batch_is_sent_until_it_is_through_under_the_same_key(endpoint: FlakyE
     report, remote = scenario(backend, body, endpoint)
     *attempts, last = endpoint.requests
 
-    assert len(attempts) == 6
+    assert len(attempts) == 8
     assert {(request.headers["Idempotency-Key"], request.body) for request in attempts} == {
         (attempts[0].headers["Idempotency-Key"], attempts[0].body)
     }
     assert (numbers_of(attempts[:1]), numbers_of([last])) == ([1, 2], [3])
     assert last.headers["Idempotency-Key"] != attempts[0].headers["Idempotency-Key"]
-    assert (report.ok, remote.failures) == (True, 5)
+    assert (report.ok, remote.failures) == (True, 7)
 
 
 @BACKENDS
@@ -442,9 +513,10 @@ def test_any_other_answer_is_final(
         await remote.wait(through=1)
 
     report, remote = scenario(backend, body, endpoint)
-    (failure,) = [record.exc_info[1] for record in caplog.records if record.exc_info]
+    failure = remote.failure
 
-    assert isinstance(failure, DeliveryError)
+    assert failure is not None
+    assert errors(caplog)[0] == ("destination remote failed on RUN: " + str(failure), None)
     assert str(failure).startswith(f"{endpoint.url} answered {status} ")
     assert "no such run" in str(failure)
     assert len(str(failure)) < 300
@@ -555,6 +627,55 @@ async def test_a_transport_that_breaks_loses_its_batch_and_no_more(caplog: pytes
     assert report.undelivered == {"remote": 1}
     assert "http://nowhere/ could not be reached: ValueError: broken" in caplog.text
     assert "hunter2" not in caplog.text
+    message, traceback = errors(caplog)[0]
+    assert message == "destination remote failed on RUN"
+    assert traceback is not None
+
+
+@pytest.mark.anyio
+async def test_a_server_that_never_answers_is_logged_in_a_line(
+    endpoint: FlakyEndpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the client was waiting is of no interest either."""
+    endpoint.then = "hang"
+    remote = Watched(endpoint.url, timeout=0.05, retry=None)
+    async with Engine(events=Job, callbacks=[remote]) as engine:
+        await log_numbers(engine, 1)
+        await engine.close()
+
+    assert errors(caplog)[0] == (
+        "destination remote failed on RUN: callback remote did not finish RUN within 0.05 s",
+        None,
+    )
+
+
+@BACKENDS
+@pytest.mark.parametrize("down", [True, False])
+def test_an_outage_is_logged_in_a_line_for_each_thing_that_happens(
+    endpoint: FlakyEndpoint, backend: str, down: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is wrong is on the far side: where in the client it came to light is of no interest."""
+    said = f"{endpoint.url} answered 503 Service Unavailable"
+    if down:
+        endpoint.down()
+        said = f"{endpoint.url} could not be reached: ConnectError: "
+    endpoint.then = 503
+
+    async def body(engine: Engine[Any], remote: Watched) -> None:
+        await log_numbers(engine, 1)
+        await remote.wait(failures=2)
+        await log_numbers(engine, 2)
+        await remote.wait(failures=4)
+
+    scenario(backend, body, endpoint, retry=Retry(attempts=2), circuit=Circuit(failures=4))
+
+    first, second, *_ = errors(caplog)
+    assert first[0].startswith(f"destination remote failed on RUN: {said}")
+    assert second[0].startswith(
+        "background callback remote failed 4 times in a row: its circuit is open, its events wait, and one is tried "
+        f"every 30 s: {said}"
+    )
+    assert (first[1], second[1]) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -568,6 +689,7 @@ async def test_a_transport_that_breaks_loses_its_batch_and_no_more(caplog: pytes
         ("http://host", {"timeout": 0}, ConfigurationError, "timeout=0; give seconds as a positive number"),
         ("http://host", {"headers": {"X": "a\nb"}}, ConfigurationError, "header 'X' cannot stand"),
         ("http://host", {"auth": "a\nb"}, ConfigurationError, "header 'Authorization' cannot stand"),
+        ("http://host", {"delivery": "inline"}, ConfigurationError, "max_pending=1 and on_full='block' each waits"),
         ("http://host", {"max_size": 1}, HandlerTypeError, "HttpLogger has no option 'max_size'"),
     ],
 )
@@ -587,3 +709,34 @@ def test_without_httpx_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> No
 
     with pytest.raises(ConfigurationError, match=r'the extra "http": pip install "eventbus-engine\[http\]"'):
         HttpLogger("http://host")
+
+
+FIRST_REQUEST = """
+import sys
+import anyio
+from eventbus_engine import Engine
+from eventbus_engine.loggers import HttpLogger
+from eventbus_engine.testing import FlakyEndpoint
+
+async def main(url):
+    remote = HttpLogger(url)
+    before = set(sys.modules)
+    async with Engine(callbacks=[remote]) as engine:
+        engine.logger.log_metrics({"loss": 0.5})
+        await engine.run_event("batch_end")
+        assert (await engine.close()).ok
+    print(*sorted(set(sys.modules) - before))
+
+with FlakyEndpoint() as endpoint:
+    anyio.run(main, endpoint.url, backend=sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_the_first_request_loads_no_module(backend: str) -> None:
+    """That would hold up the event loop, for a quarter of a second on a busy machine: all is loaded when it is made."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", FIRST_REQUEST, backend], capture_output=True, text=True, check=False
+    )
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")

@@ -14,7 +14,7 @@ from eventbus_engine.trace import Trace
 
 def test_everything_is_kept_in_the_order_of_logging() -> None:
     """Metrics with their steps, the last hyperparameters, traces, tables, images."""
-    memory = InMemoryLogger()
+    memory = InMemoryLogger(log_traces=True)
     logger = Logger(None, [memory])
     traces = {"mixup/INIT": Trace("mixup", Event.INIT, run=True)}
     images = torch.zeros(3, 4, 4)
@@ -60,7 +60,7 @@ def test_an_unknown_metric_is_refused_with_the_nearest_names() -> None:
 
 def test_kept_traces_do_not_follow_the_callers_dict() -> None:
     """The caller may go on using it."""
-    memory = InMemoryLogger()
+    memory = InMemoryLogger(log_traces=True)
     traces = {"mixup/INIT": Trace("mixup")}
     memory.log_traces(traces)
     traces.clear()

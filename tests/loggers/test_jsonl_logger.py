@@ -41,7 +41,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def test_every_call_is_one_record_and_written_when_it_returns(tmp_path: Path) -> None:
     """Its kind, its step, its content, and a time in UTC; the directories are made."""
     path = tmp_path / "runs" / "one" / "metrics.jsonl"
-    destination = JsonlLogger(path)
+    destination = JsonlLogger(path, log_traces=True)
     logger = Logger(None, [destination])
     error = ValueError("broken")
     logger.log_hyperparameters({"lr": 0.1, "betas": (0.9, 0.99)})

@@ -34,7 +34,7 @@ class Backend:
         self.logs = LoggerProvider(shutdown_on_exit=False)
         self.logs.add_log_record_processor(SimpleLogRecordProcessor(self.exporter))
         meters = MeterProvider([self.reader], shutdown_on_exit=False)
-        self.destination = OtelLogger(meters, self.logs)
+        self.destination = OtelLogger(meters, self.logs, log_traces=True)
 
     def gauges(self) -> dict[str, list[Any]]:
         """The value of every series of every gauge."""

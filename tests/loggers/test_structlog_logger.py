@@ -31,7 +31,7 @@ def events() -> Iterator[list[Any]]:
 
 def test_each_record_is_one_event_with_time_and_step(events: list[Any]) -> None:
     """Metrics and hyperparameters flat, tables, images and traces as plain values."""
-    logger = Logger(None, [StructlogLogger()])
+    logger = Logger(None, [StructlogLogger(log_traces=True)])
     logger.log_metrics({"loss": torch.tensor(0.5), "seen": 64}, step=3)
     logger.log_hyperparameters({"lr": 0.1})
     logger.log_traces({"a/INIT": Trace("a", Event.INIT, order=0, run=True, outcome="ok")}, step=0)
