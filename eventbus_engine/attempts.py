@@ -6,15 +6,15 @@ import functools
 import logging
 import math
 import random
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from eventbus_engine.errors import HandlerTimeoutError
 from eventbus_engine.fanout import run_fanout
-from eventbus_engine.handlers import Handler, Occasion, Owner, add_note
-from eventbus_engine.policy import Breaker, transient
+from eventbus_engine.handlers import Handler, Occasion, Owner, add_note, moment, told
+from eventbus_engine.policy import Breaker, asked_for, transient
 
 if TYPE_CHECKING:
     from eventbus_engine.entries import CallbackEntry
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["Attempts", "OutOfTimeError", "returning"]
 
 log: logging.Logger = logging.getLogger("eventbus_engine")
+
+SHORTEST = 0.1
+"""Seconds that have to be left of the time for closing, so that another attempt has a chance."""
 
 
 class OutOfTimeError(Exception):
@@ -38,6 +41,7 @@ class Attempts:
         timed_out: attempts that outlived the callback's `timeout`.
         breaker: the state of its circuit.
         occasion: the event of the hook that is running; None in between.
+        until_safe: waits until all there is to send is on the disk.
     """
 
     def __init__(self, entry: CallbackEntry) -> None:
@@ -48,6 +52,7 @@ class Attempts:
         self.occasion: Occasion | None = None
         # Its own, so that no seeded run notices: the generators of random, numpy and torch stay where they are.
         self._chance = random.Random()
+        self.until_safe: Callable[[], Awaitable[None]] = anyio.sleep_forever
         self._logged: set[type[Exception]] = set()
         self._closes_at: float | None = None
         self._closing = anyio.Event()
@@ -66,13 +71,16 @@ class Attempts:
         """Call a hook, once, in a task of its own; its failure is the callback's own, and never the run's."""
         self.occasion = occasion
         try:
+            if self.entry.thread is not None:
+                # Outside of the time limit, which is for the hook, and not for the one before it.
+                await self.entry.thread.free()
             failures = await run_fanout([_asynchronous(handler)], occasion)
         finally:
             self.occasion = None
         error = failures[0][1] if failures else None
         self.timed_out += isinstance(error, HandlerTimeoutError)
         if error is not None:
-            add_note(error, f"in background callback {self.entry.name} on {occasion.event.name}")
+            add_note(error, f"in background callback {self.entry.name} {moment(occasion.event, handler)}")
         return error
 
     async def persist(self, handler: Handler, occasion: Occasion) -> Exception | None:
@@ -91,23 +99,28 @@ class Attempts:
             pause, opened = self.breaker.failed(error)
             if pause is not None:
                 if opened:
+                    said, traceback = told(error, sends=self.entry.sender is not None)
                     log.error(
                         "background callback %s failed %d times in a row: its circuit is open, its events wait, and "
-                        "one is tried every %g s",
-                        self.entry.name, self.breaker.failures, pause, exc_info=error,
+                        "one is tried every %g s%s",
+                        self.entry.name, self.breaker.failures, pause, said, exc_info=traceback,
                     )  # fmt: skip
             elif retry is not None and attempt < retry.attempts and retry.covers(error):
                 pause = retry.pause(attempt, error, self._chance)
             else:
                 return error
-            await self.pause(pause)
+            await self.pause(pause, asked_for(error))
             if self.breaker.state == "open":
                 self.breaker.state = "probing"
             attempt += 1
             self.retried += 1
 
-    async def pause(self, seconds: float) -> None:
+    async def pause(self, seconds: float, asked: float = 0.0) -> None:
         """Wait before the next attempt. Closing cuts it short.
+
+        Args:
+            seconds: how long.
+            asked: how much of that the far side has asked for.
 
         Raises:
             OutOfTimeError: the wait would be over after the deadline.
@@ -115,17 +128,26 @@ class Attempts:
         if self._closes_at is None:
             with anyio.move_on_after(seconds):
                 await self._closing.wait()
-        elif anyio.current_time() + seconds < self._closes_at:
+            return
+        left = self._closes_at - anyio.current_time()
+        if seconds < left:
             await anyio.sleep(seconds)
-        else:
-            raise OutOfTimeError("there is no time for another attempt")
+            return
+        seconds = max(left / 2, asked)
+        if SHORTEST < left > seconds:
+            # Giving up would lose what waits, and a pause of our own choosing is no reason for that.
+            with anyio.move_on_after(seconds) as pause:
+                await self.until_safe()
+            if pause.cancelled_caught:
+                return
+        raise OutOfTimeError("there is no time for another attempt")
 
     def worth_another(self, error: Exception) -> bool:
         """Whether the same may go through later, as far as the callback's options and the exception can tell."""
         retry = self.entry.retry
         return transient(error) if retry is None else retry.covers(error)
 
-    def settle(self, error: Exception, event: EventName) -> None:
+    def settle(self, error: Exception, event: EventName | str) -> None:
         """Have a failure logged, or the callback quarantined for it. There is no event left to raise it from.
 
         Of failures in a row, the first of each type of exception is logged: a far side that is down has one thing to
@@ -134,18 +156,19 @@ class Attempts:
         entry = self.entry
         entry.failures += 1
         name, kind = entry.name, "destination" if entry.destination else "background callback"
+        said, traceback = told(error, sends=entry.sender is not None)
         if entry.on_error == "quarantine" and entry.failures >= entry.quarantine_after:
             entry.quarantined = True
             log.error(
-                "%s %s failed %d times in a row, last on %s, and is dropped from the run",
-                kind.removeprefix("background "), name, entry.failures, event.name, exc_info=error,
+                "%s %s failed %d times in a row, last %s, and is dropped from the run%s",
+                kind.removeprefix("background "), name, entry.failures, moment(event), said, exc_info=traceback,
             )  # fmt: skip
             return
         if entry.failures == 1:
             self._logged.clear()
         if type(error) not in self._logged:
             self._logged.add(type(error))
-            log.error("%s %s failed on %s", kind, name, event.name, exc_info=error)
+            log.error("%s %s failed %s%s", kind, name, moment(event), said, exc_info=traceback)
 
 
 def _asynchronous(handler: Handler) -> Handler:

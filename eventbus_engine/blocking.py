@@ -62,6 +62,11 @@ class HookThread:
         result = job.outcome()
         return await result if isinstance(result, Awaitable) else result
 
+    async def free(self) -> None:
+        """Wait until the thread is through with what was given up on, so that it does not cost others their time."""
+        if self.busy:
+            await self.run(_nothing)
+
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The same function as an async one that runs on the thread."""
 
@@ -84,6 +89,9 @@ class HookThread:
         if self._thread is not None:
             self._jobs.put(None)
             self._thread = None
+
+
+def _nothing() -> None: ...
 
 
 def _called_from_thread(function: Callable[..., Any], *arguments: Any) -> Any:

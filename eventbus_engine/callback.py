@@ -55,7 +55,7 @@ class Callback(Generic[StateT]):
 
     Subclass it, or use `@callback`, or pass any object with such methods. Only the events whose hooks exist cost
     anything. Besides the hooks: `open(state, logger)` runs once, before the first event; `close(state, logger)` and
-    then `post_close()` run when the engine closes.
+    then `post_close()` run when the engine closes. An `open` that fails is called again before the next event.
 
     With a method `send_records(records, logger)`, the hooks of a background callback return what there is to send
     (None for nothing), and `send_records` gets that of the events that wait, up to `max_batch` of them at once, each
@@ -341,16 +341,25 @@ def check_hooks(candidate: Any, events: type[EventName]) -> None:
     if sender is not None:
         check_call(sender, "records, logger", f"{name}.send_records")
     for method, nearest in _near_misses(type(target), [event.value for event in events]):
-        warnings.warn(
+        # Where the method is, not where this is called: that is what is to be changed.
+        function = getattr(type(target), method)
+        code = getattr(inspect.unwrap(function), "__code__", function.__code__)
+        warnings.warn_explicit(
             f"{name}.{method} is no hook of {events.__name__}; did you mean {nearest}? "
             f"(a name with a leading underscore is never taken for a hook)",
             HookNameWarning,
-            stacklevel=2,
+            code.co_filename,
+            code.co_firstlineno,
+            function.__module__,
+            function.__globals__.setdefault("__warningregistry__", {}),
         )
 
 
 def _near_misses(cls: type, values: Iterable[str]) -> Iterable[tuple[str, str]]:
-    """Public methods that look like hooks but are none. A near miss shares all but a letter or two with an event."""
+    """Public methods that look like hooks but are none.
+
+    A near miss shares all but a letter or two with an event, be it behind an `on_` as other libraries have it.
+    """
     hooks = list(values)
     known = {*hooks, *RESERVED_VALUES, "load_state_dict"}
     for method in dir(cls):
@@ -358,6 +367,8 @@ def _near_misses(cls: type, values: Iterable[str]) -> Iterable[tuple[str, str]]:
             continue
         if not inspect.isfunction(inspect.getattr_static(cls, method, None)):
             continue
-        for nearest in difflib.get_close_matches(method.lower(), hooks, n=1, cutoff=0.85):
-            if accepts(getattr(cls, method), 3):
-                yield method, nearest
+        for name in (method.lower(), method.lower().removeprefix("on_")):
+            nearest = difflib.get_close_matches(name, hooks, n=1, cutoff=0.85)
+            if nearest and accepts(getattr(cls, method), 3):
+                yield method, nearest[0]
+                break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -15,16 +16,17 @@ import anyio
 from eventbus_engine._options import is_async_callable
 from eventbus_engine.attempts import Attempts, OutOfTimeError
 from eventbus_engine.callback import overrides
+from eventbus_engine.counts import DeliveryCounts
 from eventbus_engine.delivery import Delivery
 from eventbus_engine.destinations import drain
 from eventbus_engine.entries import CallbackEntry
 from eventbus_engine.envelope import Envelope
-from eventbus_engine.errors import HandlerTimeoutError, SpoolError
+from eventbus_engine.errors import CallbackInUseError, HandlerTimeoutError, SpoolError
 from eventbus_engine.event import EventName
 from eventbus_engine.fanout import run_fanout
-from eventbus_engine.handlers import HOOK, Handler, Occasion
+from eventbus_engine.handlers import HOOK, Handler, Occasion, told
 from eventbus_engine.logger import Logger, Pending
-from eventbus_engine.mailbox import DeliveryCounts, Mailbox, sending
+from eventbus_engine.mailbox import Mailbox, sending
 from eventbus_engine.snapshot import Record
 
 if TYPE_CHECKING:
@@ -95,8 +97,9 @@ async def close_participants(
 ) -> None:
     """Empty the mailboxes, close the callbacks, deliver what they logged, close the destinations, `post_close` all.
 
-    Every step runs concurrently over its callbacks. A callback that was to be opened and never was is left alone.
-    If this is interrupted, what is not closed by then stands in the report as timed out.
+    Every step runs concurrently over its callbacks. A callback that was to be opened and never was is left alone, but
+    for a destination that something was logged for. If this is interrupted, what is not closed by then stands in the
+    report as timed out.
     """
     steps = _Steps(engine, report, delivery, deadline)
     engine._hooks.append(steps.occasion)
@@ -104,10 +107,14 @@ async def close_participants(
     done = False
     try:
         report.undelivered |= await delivery.close(deadline)
-        await steps.open_late([entry for entry in entries if entry.destination], engine)
+        destinations = [entry for entry in entries if entry.destination]
+        await steps.open_late(destinations, engine)
         # Not before: until their mailboxes are empty, background callbacks may still be opened.
         due += [entry for entry in entries if entry.closes_in(engine)]
         await steps.run("close", [entry for entry in due if not entry.destination])
+        # Again, for what those have logged.
+        await steps.open_late(destinations, engine)
+        due += [entry for entry in destinations if entry not in due and entry.closes_in(engine)]
         await steps.deliver_rest([entry for entry in due if entry.destination])
         await steps.run("close", [entry for entry in due if entry.destination])
         await steps.run("post_close", [entry for entry in due if entry.name not in report.not_closed])
@@ -139,14 +146,25 @@ class _Steps:
         self.delivery = delivery
         self.deadline = deadline
         self.logger = engine.logger
-        self.occasion = Occasion(Envelope(_Moment.CLOSE), engine.state, engine.logger, None)
+        self.occasion = Occasion.begin(Envelope(_Moment.CLOSE), engine.state, engine.logger, None)
+        self._opened_late: list[CallbackEntry] = []
 
     async def open_late(self, entries: Sequence[CallbackEntry], engine: Engine[Any]) -> None:
-        """Open those for which something was logged although there was no event to open them."""
-        late = [e for e, pending in _pending(entries, self.logger) if pending and not (e.opened or e.quarantined)]
+        """Open those for which something was logged although there was no event to open them, so that they close."""
+        # A worker that has had an event for one, and could not open it, has no use for it any more.
+        had_events = self.delivery.mailboxes
+        used = [e for e, pending in _pending(entries, self.logger) if pending or (pending.used and e not in had_events)]
+        late = [entry for entry in used if not (entry.opened or entry.quarantined or entry in self._opened_late)]
+        self._opened_late += late
+        openers: list[Handler] = []
         for entry in late:
-            entry.claim(engine)
-        openers = [opener for entry in late if (opener := entry.opener()) is not None]
+            # One that is open in another engine is closed there.
+            with suppress(CallbackInUseError):
+                entry.claim(engine)
+                opener = entry.opener()
+                openers += [] if opener is None else [opener]
+        for opener in openers:
+            opener.timeout = max(self.deadline - anyio.current_time(), 0.001)
         for handler, error in await run_fanout(openers, self.occasion) if openers else []:
             log.error("destination %s could not be opened", handler.name, exc_info=error)
 
@@ -181,7 +199,8 @@ class _Steps:
             call = self.delivery.at_home(entry, _deliver_rest)
             failures = await call(entry, pending, self.occasion, mailbox, seconds)
             for failure in failures:
-                log.error("destination %s failed while closing", entry.name, exc_info=failure)
+                said, traceback = told(failure, sends=entry.sender is not None)
+                log.error("destination %s failed while closing%s", entry.name, said, exc_info=traceback)
 
         with anyio.move_on_after(max(self.deadline - anyio.current_time(), 0)):
             async with anyio.create_task_group() as group:

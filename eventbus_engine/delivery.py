@@ -7,19 +7,21 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
+from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
+from anyio.lowlevel import checkpoint
 
-from eventbus_engine._steps import leave_loop
-from eventbus_engine.envelope import context_of
+from eventbus_engine._steps import without_loop
+from eventbus_engine.counts import DeliveryCounts
 from eventbus_engine.errors import ConfigurationError, SyncUsageError
-from eventbus_engine.handlers import ENVELOPE, HOOK, Handler, Occasion, add_note
+from eventbus_engine.handlers import Handler, Occasion, add_note
 from eventbus_engine.lanes import Dispatch
-from eventbus_engine.mailbox import PATIENCE, DeliveryCounts, Mailbox
+from eventbus_engine.mailbox import PATIENCE, TURN, Mailbox
 from eventbus_engine.snapshot import take_snapshot
 from eventbus_engine.waiting import Item
 
@@ -38,7 +40,7 @@ GRACE = 0.2
 """Seconds past the deadline before a thread that does not answer is left behind."""
 
 Room = Callable[[], Awaitable[None]]
-"""Waits until there is room in a mailbox for the event that was put into it."""
+"""Waits until there is room in a mailbox for the event that was put into it, or just lets its worker get on."""
 
 
 class Delivery:
@@ -55,6 +57,7 @@ class Delivery:
         self._group: TaskGroup | None = None
         self._spools: Spools | None = None
         self._thread_id = 0
+        self._turn_due = 0.0
 
     @property
     def running(self) -> set[Dispatch]:
@@ -95,27 +98,27 @@ class Delivery:
         return {mailbox.entry.name: mailbox.counts().failed for mailbox in failed}
 
     def post(
-        self, hook: Handler, occasion: Occasion, records: Pending | None = None, counts_itself: bool = True
+        self, entry: CallbackEntry, hook: Handler | None, occasion: Occasion, pending: Pending | None = None
     ) -> list[Room]:
-        """Put an event into its callback's mailbox: a snapshot of it, as it is now.
+        """Put an event into the mailbox of a callback: a snapshot of it, as it is now.
 
         Args:
-            hook: what to call, of a background callback.
+            entry: the callback.
+            hook: what to call, if there is more to deliver than records.
             occasion: the event.
-            records: what was logged for a destination since its last event.
-            counts_itself: whether the event counts besides those: the destination has a hook for it.
+            pending: what was logged for a destination since its last event.
 
         Returns:
-            What to await, if the mailbox is full and the callback wants events to wait for room; else nothing.
+            What to await: if the mailbox is full and the callback wants events to wait for room, or if it is time that
+            its worker gets on.
 
         Raises:
             ConfigurationError: the engine is not entered, so that no worker would ever deliver it.
             SyncUsageError: the engine is entered on the event loop of another thread.
         """
-        entry: CallbackEntry = hook.owner
         if entry.quarantined:
             return []
-        mailbox = self.mailboxes.get(entry) or self._open_mailbox(entry, occasion.arguments[HOOK][1])
+        mailbox = self.mailboxes.get(entry) or self._open_mailbox(entry, occasion.logger)
         thread = mailbox.thread
         if thread is None and threading.get_ident() != self._thread_id:
             raise SyncUsageError(
@@ -123,22 +126,39 @@ class Delivery:
                 f"the engine entered; call anyio.from_thread.run(engine.run_event, ...) instead of engine.sync"
             )
         try:
-            item = _address(hook, occasion, apart=thread is not None)
+            snapshot = take_snapshot(entry, occasion)
+            key = entry.coalesce_key(occasion.event, snapshot) if entry.coalesce_key is not None else occasion.event
+            hash(key)  # here, where it fails as the callback's own
         except Exception as error:
             # What it asked for cannot be copied. That is its own failure, and never the run's.
             add_note(error, f"in background callback {entry.name} on {occasion.event.name}")
-            mailbox.dropped += counts_itself + (len(records) if records is not None else 0)
+            mailbox.dropped += (hook is not None) + (len(pending.take()) if pending else 0)
             mailbox.attempts.settle(error, occasion.event)
             return []
-        item.records, item.counts_itself = records, counts_itself
+        item = Item(entry, hook, occasion, snapshot, pending, apart=thread is not None)
+        item.key = key
         number = mailbox.put(item) if thread is None else thread.call(mailbox.put, item)
         if number is None:
-            return []
-        dispatch = _dispatch_of(occasion)
+            return [checkpoint] if thread is None and self._owes_a_turn(mailbox) else []
+        dispatch = occasion.dispatch
+        assert dispatch is not None  # noqa: S101 -- only closing has none, and it posts nothing
         if thread is None:
             return [functools.partial(mailbox.wait_for_room, number, [dispatch, *dispatch.ancestors()])]
         # The worker never waits for an event there, since it may not publish any.
         return [functools.partial(thread.visit, mailbox.wait_for_room, number, [dispatch])]
+
+    def _owes_a_turn(self, mailbox: Mailbox) -> bool:
+        """Whether the event loop is to have a turn: without one no worker gets on, however long the events go on.
+
+        A program whose handlers are all plain, and that computes on the thread of the loop, never suspends.
+        """
+        if without_loop.get():
+            return False  # By `engine.sync`, which cannot: whoever calls that gives the loop its turns.
+        now = perf_counter()
+        if now < self._turn_due and mailbox.waiting <= mailbox.entry.max_pending // 2:
+            return False
+        self._turn_due = now + TURN
+        return True
 
     async def start(self, entries: Sequence[CallbackEntry], engine: Engine[Any]) -> None:
         """Open the mailboxes of callbacks with a spool, which may have something to send before there is any event.
@@ -215,32 +235,10 @@ class Delivery:
         lost = {mailbox.entry.name: mailbox.lost for mailbox in self.mailboxes.values() if mailbox.lost}
         for mailbox in self.mailboxes.values():
             if dropped := mailbox.counts().dropped:
-                log.error("background callback %s never saw %d events", mailbox.entry.name, dropped)
+                log.error("background callback %s has lost %d events", mailbox.entry.name, dropped)
         return lost
 
     async def close_spools(self) -> None:
         """Close the spools that were opened here."""
         if self._spools is not None:
             await anyio.to_thread.run_sync(self._spools.close)
-
-
-def _dispatch_of(occasion: Occasion) -> Dispatch:
-    assert occasion.dispatch is not None  # noqa: S101 -- only closing has none, and it posts nothing
-    return occasion.dispatch
-
-
-def _address(hook: Handler, occasion: Occasion, *, apart: bool) -> Item:
-    """An event as its mailbox keeps it: with the snapshot for the callback, and the context it was published in."""
-    entry: CallbackEntry = hook.owner
-    envelope = occasion.arguments[ENVELOPE][0]
-    _, logger = occasion.arguments[HOOK]
-    snapshot = take_snapshot(entry, occasion)
-    bound = logger.bound_to(snapshot) if hasattr(logger, "bound_to") else logger
-    dispatch = Dispatch(envelope, None, None, _dispatch_of(occasion).lanes, apart=apart)
-    context = context_of(dispatch)
-    context.run(leave_loop)
-    theirs = Occasion(envelope, snapshot, bound, dispatch, occasion.tracer)
-    theirs.context = context
-    key = entry.coalesce_key(occasion.event, snapshot) if entry.coalesce_key is not None else occasion.event
-    hash(key)  # here, where it fails as the callback's own
-    return Item(hook, theirs, dispatch, key=key)

@@ -25,30 +25,34 @@ log: logging.Logger = logging.getLogger("eventbus_engine")
 _delivering: ContextVar[Pending | None] = ContextVar("eventbus_engine_delivering", default=None)
 
 
-def delivery_handler(entry: CallbackEntry, hook: Handler | None, logger: Any) -> tuple[Handler | None, Pending | None]:
-    """What a destination does on an event: its waiting records first, in order, then its hook. None for nothing.
+def delivery_handler(
+    entry: CallbackEntry, hook: Handler | None, records: Pending, pending: Pending, rows: Rows
+) -> Handler:
+    """What a destination with waiting records does on an event: the records first, in order, then its hook.
 
-    In the background it takes the records along, so that the mailbox bounds them too.
-
-    Returns:
-        The handler, and the records that it takes along.
+    Args:
+        entry: the destination.
+        hook: its hook for the event, if it has one.
+        records: the records.
+        pending: where what is lost of them is counted; the same object, unless they have been taken out.
+        rows: gets what they and the hook come to, as far as that goes.
     """
-    pending = logger.pending(entry.callback) if isinstance(logger, Logger) else None
-    if not pending:
-        return hook, None
-    records = pending if entry.delivery == "inline" else pending.take()
 
-    async def deliver(*arguments: Any) -> Rows:
-        rows = Rows()
+    async def deliver(*arguments: Any) -> None:
         failures = await drain(records, entry, rows)
         if records is not pending:
             pending.lost, records.lost = pending.lost + records.lost, 0
         if failures and entry.patient:
             # The rest waits for the next attempt, in its order.
             raise failures[0]
-        if failures and entry.sender is not None:
+        if not failures:
+            entry.told.clear()
+        elif entry.sender is not None:
             for failure in failures:
-                log.error("destination %s failed in making a record", entry.name, exc_info=failure)
+                # Of those in a row, the first of each type, as of all failures in the background.
+                if type(failure) not in entry.told:
+                    entry.told.add(type(failure))
+                    log.error("destination %s failed in making a record", entry.name, exc_info=failure)
             failures.clear()
         if hook is not None:
             try:
@@ -60,10 +64,9 @@ def delivery_handler(entry: CallbackEntry, hook: Handler | None, logger: Any) ->
             raise failures[0]
         if failures:
             raise ExceptionGroup(f"{len(failures)} failures of destination {entry.name}", failures)
-        return rows
 
     takes = HOOK if hook is None else hook.takes
-    return Handler(entry.name, deliver, takes, is_async=True, timeout=entry.timeout, owner=entry), records
+    return Handler(entry.name, deliver, takes, is_async=True, timeout=entry.timeout, owner=entry)
 
 
 def discard(entry: CallbackEntry, logger: Any) -> None:

@@ -30,7 +30,7 @@ from eventbus_engine.callback import (
 )
 from eventbus_engine.errors import CallbackInUseError, ConfigurationError
 from eventbus_engine.event import EventName
-from eventbus_engine.handlers import EVENT, HOOK, Handler
+from eventbus_engine.handlers import EVENT, HOOK, Handler, told
 from eventbus_engine.policy import Circuit, Retry
 from eventbus_engine.telemetry.spans import Template
 
@@ -43,9 +43,13 @@ _open_in: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class AlgorithmEntry:
-    """An algorithm, its name in traces and what to call."""
+    """An algorithm, its name in traces and what to call.
 
-    __slots__ = ("_keys", "algorithm", "apply", "is_async", "match", "name", "templates", "timeout")
+    Attributes:
+        keys: its key in the traces of an event, by the event.
+    """
+
+    __slots__ = ("algorithm", "apply", "is_async", "keys", "match", "name", "templates", "timeout")
 
     def __init__(self, algorithm: Any, name: str) -> None:
         check_algorithm(algorithm)
@@ -58,13 +62,19 @@ class AlgorithmEntry:
         self.timeout: float | None = read_timeout(algorithm, f"algorithm {name}")
         if self.timeout is not None and not self.is_async:
             raise ConfigurationError(plain_timeout(f"algorithm {name}", "apply"))
-        self._keys: dict[EventName, str] = {}
+        self.keys: dict[EventName, str] = _Keys(name)
 
-    def key(self, event: EventName) -> str:
-        """Its key in the traces of an event."""
-        key = self._keys.get(event)
-        if key is None:
-            key = self._keys[event] = f"{self.name}/{event.name}"
+
+class _Keys(dict[EventName, str]):
+    """The keys of an algorithm in the traces of events, each made when first asked for."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __missing__(self, event: EventName) -> str:
+        key = self[event] = f"{self._name}/{event.name}"
         return key
 
 
@@ -102,6 +112,7 @@ class CallbackEntry:
         "spool",
         "thread",
         "timeout",
+        "told",
     )
 
     changed: Callable[[], None]
@@ -136,6 +147,8 @@ class CallbackEntry:
         self.thread: HookThread | None = HookThread(name) if blocking else None
         self._read_delivery(described)
         self.failures: int = 0
+        # The types of exceptions that have been logged of its records, since the last event without one.
+        self.told: set[type[Exception]] = set()
         self._quarantined: bool = False
         self._opened: bool = False
         bound = {event: self._bind(event) for event in events}
@@ -174,7 +187,10 @@ class CallbackEntry:
             )
         if self.delivery == "inline" and (self.sender or self.retry or self.circuit):
             what = "send_records" if self.sender is not None else "retry" if self.retry is not None else "circuit"
-            raise ConfigurationError(f"{described} has {what}, so make it delivery='background'")
+            raise ConfigurationError(
+                f"{described} has {what}, so make it delivery='background'; if events shall not run ahead of it, with "
+                f"max_pending=1 and on_full='block' each waits until the one before it is on its way"
+            )
 
     def placed(self, function: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
         """A method of its own as it is to be called, on its thread if it has one, and whether that is async."""
@@ -236,38 +252,34 @@ class CallbackEntry:
             blocks_after=self.blocks_after,
         )
 
-    def lifetime_handler(self, method: str) -> Handler | None:
-        """Its `open` or `close`, bound; None where it has none of its own."""
-        bound = overrides(self.callback, method)
+    def opener(self) -> Handler | None:
+        """What there is to run before its first event; with nothing to run, it is open from here on."""
+        bound = overrides(self.callback, "open")
+        self.opened = bound is None
         if bound is None:
             return None
         call, is_async = self.placed(bound)
-        return Handler(self.name, call, HOOK, is_async=is_async, owner=_Opening(self), heeded=True)
-
-    def opener(self) -> Handler | None:
-        """What there is to run before its first event; with nothing to run, it is open from here on."""
-        handler = self.lifetime_handler("open")
-        self.opened = handler is None
-        return handler
+        return Handler(self.name, call, HOOK, is_async=is_async, owner=_Opening(self), heeded=True, opens=True)
 
     def succeeded(self) -> None:
         """Note that it did not fail: only failures in a row count."""
         self.failures = 0
 
-    def settle(self, error: Exception, event: EventName) -> bool:
-        """Decide about a failure: True if the event fails for it, False if it is logged here."""
+    def settle(self, error: Exception, when: str) -> bool:
+        """Decide about a failure at a `moment`: True if the event fails for it, False if it is logged here."""
         if self.on_error == "raise":
             return True
         kind = "destination" if self.destination else "callback"
+        said, traceback = told(error)
         self.failures += 1
         if self.on_error == "quarantine" and self.failures >= self.quarantine_after:
             self.quarantined = True
             log.error(
-                "%s %s failed %d times in a row, last on %s, and is dropped from the run",
-                kind, self.name, self.failures, event.name, exc_info=error,
+                "%s %s failed %d times in a row, last %s, and is dropped from the run%s",
+                kind, self.name, self.failures, when, said, exc_info=traceback,
             )  # fmt: skip
         else:
-            log.error("%s %s failed on %s", kind, self.name, event.name, exc_info=error)
+            log.error("%s %s failed %s%s", kind, self.name, when, said, exc_info=traceback)
         return False
 
     def blocked(self, seconds: float, event: EventName) -> None:
@@ -325,8 +337,8 @@ class _Opening:
     def succeeded(self) -> None:
         self._entry.opened = True
 
-    def settle(self, error: Exception, event: EventName) -> bool:
-        return self._entry.settle(error, event)
+    def settle(self, error: Exception, when: str) -> bool:
+        return self._entry.settle(error, when)
 
 
 def plain_timeout(described: str, method: str) -> str:

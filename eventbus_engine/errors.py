@@ -133,7 +133,7 @@ class DeliveryError(EventBusError, RuntimeError):
 
 
 class SnapshotError(EventBusError, AttributeError):
-    """A background callback read an attribute of the state that its `snapshot` does not declare."""
+    """A background callback read what its `snapshot` does not hold, or named in it what cannot be copied."""
 
 
 class SyncUsageError(EventBusError, RuntimeError):

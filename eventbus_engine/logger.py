@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from os import PathLike
@@ -66,6 +67,8 @@ class LoggerDestination(Callback[Any]):
         """Store a file under a remote name."""
 
 
+log: logging.Logger = logging.getLogger("eventbus_engine")
+
 _METHODS = ("log_metrics", "log_hyperparameters", "log_traces", "log_table", "log_images", "upload_file")
 
 
@@ -108,20 +111,22 @@ class Pending(deque[Callable[[], Any]]):
     """The records that wait for a destination, in order, each a call to make and await.
 
     Attributes:
+        used: whether anything has been logged for the destination, be it by a plain method, which leaves nothing here.
         lost: records that were taken out and that the destination failed on, or was cancelled over.
         delivering: while somebody is delivering them, what tells that it is over.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.used = False
         self.lost = 0
         self.delivering: anyio.Event | None = None
 
     def take(self) -> Pending:
         """Take all of them out."""
         taken = Pending()
-        while self:
-            taken.append(self.popleft())
+        taken.extend(self)
+        self.clear()
         return taken
 
     def take_made(self) -> list[Any] | None:
@@ -166,6 +171,7 @@ class Logger:
     Attributes:
         destinations: where records go, in order; `add_destination` adds to them.
         version: changes with them.
+        staged: whether it belongs to an engine, which hands on what waits for async destinations.
     """
 
     def __init__(self, state: Any = None, destinations: Iterable[Any] = ()) -> None:
@@ -173,6 +179,7 @@ class Logger:
         self._ports: dict[int, _Port] = {}
         self.destinations: list[Any] = []
         self.version: int = 0
+        self.staged: bool = False
         for destination in destinations:
             self.add_destination(destination)
 
@@ -249,6 +256,7 @@ class Logger:
         """A logger with the same destinations whose default step is another state's, for a background snapshot."""
         other = Logger.__new__(Logger)
         other._state, other._ports, other.destinations, other.version = state, self._ports, self.destinations, -1
+        other.staged = self.staged
         return other
 
     def _step(self, step: int | None) -> int | None:
@@ -260,6 +268,7 @@ class Logger:
             found = port.methods.get(method)
             if found is None:
                 continue
+            port.pending.used = True
             function, later = found
             if later:
                 kept = [_as_it_is(argument) for argument in args]
@@ -278,7 +287,10 @@ class Logger:
     def _keep_failure(self, port: _Port, method: str, error: Exception) -> None:
         """Leave the failure to the destination stage, where the destination's `on_error` decides about it."""
         add_note(error, f"in destination {port.name}, {method}")
-        port.pending.append(functools.partial(_raise, error))
+        if self.staged:
+            port.pending.append(functools.partial(_raise, error))
+        else:
+            log.error("destination %s failed in %s", port.name, method, exc_info=error)
 
     def pending(self, destination: Any) -> Pending | None:
         """The records waiting for an async destination, each a call to make and await; None if it is not ours."""

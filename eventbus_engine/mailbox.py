@@ -5,26 +5,26 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
+from anyio.lowlevel import checkpoint
 
 from eventbus_engine.attempts import Attempts, OutOfTimeError, returning
-from eventbus_engine.destinations import Rows
+from eventbus_engine.counts import DeliveryCounts
 from eventbus_engine.errors import SpoolRecordError
-from eventbus_engine.handlers import HOOK, Handler, Occasion
-from eventbus_engine.policy import CircuitState
-from eventbus_engine.snapshot import Record
+from eventbus_engine.handlers import HOOK, Handler, Occasion, moment
 from eventbus_engine.waiting import Item, Line
 
 if TYPE_CHECKING:
     from eventbus_engine.entries import CallbackEntry
     from eventbus_engine.lanes import Dispatch
     from eventbus_engine.outbox import Outbox
+    from eventbus_engine.snapshot import Record
     from eventbus_engine.sync import LoopThread
 
-__all__ = ["PATIENCE", "DeliveryCounts", "Mailbox", "sending"]
+__all__ = ["PATIENCE", "TURN", "Mailbox", "sending"]
 
 log: logging.Logger = logging.getLogger("eventbus_engine")
 
@@ -33,35 +33,22 @@ PATIENCE = 1.0
 """
 
 
-@dataclass(frozen=True, slots=True)
-class DeliveryCounts:
-    """How the events of one background callback have fared. Each is delivered, failed, dropped, or still waiting.
+TURN = 0.02
+"""Seconds after which publishers and workers that never suspend let the event loop have a turn."""
 
-    Where `send_records` sends what hooks and `log_*` methods return, an event counts for as many as it had to send,
-    if that is more than one. With a spool, those of earlier processes are counted too, once they are delivered.
+
+class Fate(NamedTuple):
+    """What became of an event in its worker.
 
     Attributes:
-        delivered: events whose hook has run to its end.
-        failed: events whose hook raised or timed out, after all the attempts that it gets.
-        dropped: events, and records of a destination, that were lost without that: the mailbox was full, the callback
-            would not open or was dropped from the run, or the engine closed.
-        waiting: events in the mailbox or in the hook.
-        spooled: records in the spool, to be sent, those of earlier processes included.
-        retried: attempts after the first.
-        timed_out: attempts that outlived the callback's `timeout`.
-        circuit: `closed`, `open` or `probing`; `closed` for a callback without one.
-        openings: how often the circuit has opened.
+        reached: whether it got as far as its hook.
+        error: what that failed with at last.
+        failure: what the sending of what it came to failed with at last.
     """
 
-    delivered: int = 0
-    failed: int = 0
-    dropped: int = 0
-    waiting: int = 0
-    spooled: int = 0
-    retried: int = 0
-    timed_out: int = 0
-    circuit: CircuitState = "closed"
-    openings: int = 0
+    reached: bool = True
+    error: Exception | None = None
+    failure: Exception | None = None
 
 
 class Mailbox:
@@ -157,19 +144,14 @@ class Mailbox:
         if not self.stopped and not self.line.has_room(number):
             await self.line.wait_for_room(number, dispatches)
 
-    def undeliverable(self, item: Item, error: Exception | None = None) -> None:
-        """Count an event that will not be delivered: the one place where events are lost.
+    def undeliverable(self, item: Item) -> None:
+        """Count an event whose turn will never come."""
+        self.dropped += item.size
 
-        Args:
-            item: the event.
-            error: what its last attempt failed with; None if it was never its turn.
-        """
-        if error is None:
-            self.dropped += item.size
-            return
-        self.failed += item.weight
-        # What a failed attempt has left of a destination's records.
-        self.dropped += len(item.records) if item.records is not None else 0
+    def _failed(self, item: Item) -> None:
+        """Count what has failed of an event besides what it had to send: its hook, and the records not made by then."""
+        self.failed += item.hook is not None or self.entry.sender is None
+        self.dropped += len(item.records) + item.records.lost if item.records is not None else 0
 
     # ------------------------------------------------------------------------------------------------------ delivering
 
@@ -193,27 +175,42 @@ class Mailbox:
             self.stop()
 
     async def _work(self) -> None:
+        turn_due = 0.0
         while True:
-            await self._deliver(await self._next())
+            if (now := perf_counter()) > turn_due:
+                # Hooks that never suspend would keep the event loop to themselves for as long as there are events.
+                await checkpoint()
+                turn_due = now + TURN
+            await self._deliver_safely(await self._next())
+
+    async def _deliver_safely(self, items: list[Item]) -> None:
+        try:
+            await self._deliver(items)
+        except OutOfTimeError:
+            raise
+        except Exception:
+            # Of what nobody has foreseen, such as an exception that itself raises. It is no reason to stop the run.
+            log.exception("background callback %s could not be delivered to", self.entry.name)
+            left, self._current = self._current, []
+            self.failed += sum(item.weight for item in left)
 
     async def _next(self) -> list[Item]:
         """Wait for what is to be delivered next: one event, or a batch."""
         while not self.line:
             self._idle.set()
             await self.line.arrival()
-        most = self.entry.max_batch
+        most = min(self.entry.max_batch, self.entry.max_pending)
         # What goes to the disk goes there at once; the batch to send is filled there.
         wait = self.entry.max_wait if self.outbox is None else 0.0
         if len(self.line) < most and wait and not self.attempts.closing:
             with anyio.move_on_after(wait):
                 while len(self.line) < most and not self.attempts.closing:
-                    await self.line.arrival()
-        return self.line.take(most)
+                    await self.line.arrival(most)
+        return self.line.take(self.entry.max_batch)
 
     async def _deliver(self, items: list[Item]) -> None:
         self._current = list(items)
         running = self.line.running
-        running.update(item.dispatch for item in items)
         try:
             if self.outbox is None:
                 self._account(items, await self._attempt_all(items))
@@ -222,90 +219,105 @@ class Mailbox:
         finally:
             running.clear()
             for item in items:
-                # On a thread of its own it stays the current one for whatever the hook leaves behind there.
-                item.dispatch.running = item.dispatch.apart
+                if item.begun is not None:
+                    # On a thread of its own it stays the current one for whatever the hook leaves behind there.
+                    item.begun.running = item.begun.apart
 
-    def _account(self, items: list[Item], fates: list[tuple[bool, Exception | None]]) -> None:
+    def _account(self, items: list[Item], fates: list[Fate]) -> None:
         if not self._current:
             return  # It outlived the closing, which has counted it as lost.
         self._current = []
-        for item, (reached, error) in zip(items, fates, strict=True):
-            if reached and error is None:
-                self.delivered += item.weight
+        for item, (reached, error, failure) in zip(items, fates, strict=True):
+            if not reached:
+                self.undeliverable(item)
+                continue
+            rows = len(item.made or ())
+            if failure is None:
+                self.delivered += rows or error is None
             else:
-                self.undeliverable(item, error if reached else None)
+                self.failed += rows
+                self.delivered += error is None and not rows
+            if error is not None:
+                self._failed(item)
 
-    async def _attempt_all(self, items: list[Item]) -> list[tuple[bool, Exception | None]]:
-        """Call the hooks; for each event, whether it got as far as its hook, and what that failed with at last."""
+    async def _attempt_all(self, items: list[Item]) -> list[Fate]:
+        """Call the hooks, and send what they come to."""
         entry, first = self.entry, items[0]
         if not entry.opened and not entry.quarantined and (opener := entry.opener()) is not None:
-            error = await self.attempts.persist(opener, first.occasion.untraced())
+            error = await self.attempts.persist(opener, self._begin(first).untraced())
             if error is not None:
-                self.attempts.settle(error, first.event)
+                self.attempts.settle(error, moment(first.event, opener))
         if not entry.ready:
-            return [(False, None)] * len(items)
+            return [Fate(reached=False)] * len(items)
         if entry.sender is None:
-            error = await self.attempts.persist(first.hook, first.occasion)
+            error = await self.attempts.persist(first.handler, self._begin(first))
             if error is not None:
                 self.attempts.settle(error, first.event)
-            return [(True, error)]
+            return [Fate(error=error)]
         return await self._send(entry.sender, items)
 
-    async def _send(self, sender: Handler, items: list[Item]) -> list[tuple[bool, Exception | None]]:
+    async def _send(self, sender: Handler, items: list[Item]) -> list[Fate]:
         """Have every event's hook say what there is to send, and send that together."""
         records: list[Record] = []
-        fates: list[tuple[bool, Exception | None]] = []
+        errors: list[Exception | None] = []
         for item in items:
-            made, error = await self._make(item)
-            records += made
-            fates.append((True, error))
-        if not records:
-            return fates
-        last = items[-1]
-        failure = await self.attempts.persist(sending(sender, records), last.occasion)
-        if failure is None:
-            return fates
-        self.attempts.settle(failure, last.event)
-        return [(True, error or failure) for _, error in fates]
+            errors.append(await self._make(item) if item.made is None else None)
+            records += item.to_send()
+        failure: Exception | None = None
+        if records:
+            last = items[-1]
+            failure = await self.attempts.persist(sending(sender, records), self._begin(last))
+            if failure is not None:
+                self.attempts.settle(failure, last.event)
+        return [Fate(error=error, failure=failure) for error in errors]
 
     async def _hand_over(self, items: list[Item], outbox: Outbox) -> None:
         """Have every event's hook say what there is to send, and leave it to the outbox."""
         for item in items:
-            records, error = ([], None) if self.entry.quarantined else await self._make(item)
+            known = item.made is not None or self.entry.quarantined
+            error = None if known else await self._make(item)
             if not self._current:
                 return  # It outlived the closing, which has counted it as lost.
             del self._current[0]
+            if self.entry.quarantined:
+                if error is None:
+                    self.undeliverable(item)
+                else:
+                    self.dropped += len(item.made or ())
+                    self._failed(item)
+                continue
+            records = item.to_send()
             try:
                 outbox.put(records)
             except SpoolRecordError as refused:
-                error = refused
                 self.attempts.settle(refused, item.event)
-            if error is not None or self.entry.quarantined:
-                self.undeliverable(item, error)
+                self.failed += len(records)
+            if error is not None:
+                self._failed(item)
             elif not records:
                 self.delivered += 1
         # A disk that takes no more fills the mailbox, which knows what to do about that.
         await outbox.room()
 
-    async def _make(self, item: Item) -> tuple[list[Record], Exception | None]:
-        """Have the hook of an event say what there is to send; and what it failed with."""
-        # Without code of the callback's to run there is no need for a task, which takes longer than all the rest.
-        made = item.made()
-        values: list[Any] = made or []
-        kept: list[Any] = []
+    async def _make(self, item: Item) -> Exception | None:
+        """Have the hook of an event say what there is to send; returns what it failed with."""
+        values: list[Any] = []
         error: Exception | None = None
         try:
-            if made is None:
-                error = await self.attempts.call(returning(item.hook, values, owner=None), item.occasion)
+            error = await self.attempts.call(returning(item.handler, values, owner=None), self._begin(item))
         finally:
             # However it ended: what there is to send counts for as much if it is lost.
-            rows = [row for value in values for row in (value if isinstance(value, Rows) else [value])]
-            kept += [row for row in rows if row is not None]
-            item.rows = len(kept)
+            item.made = [row for row in (*item.rows, *values) if row is not None]
         if error is not None:
             self.attempts.settle(error, item.event)
-        ids = f"{item.id}-{self.entry.name}"
-        return [Record(item.event, item.state, item.time, f"{ids}-{i}", row) for i, row in enumerate(kept)], error
+        return error
+
+    def _begin(self, item: Item) -> Occasion:
+        """The event as its hook sees it, from here on in progress."""
+        occasion = item.begin()
+        assert item.begun is not None  # noqa: S101 -- it has just begun
+        self.line.running.add(item.begun)
+        return occasion
 
     # --------------------------------------------------------------------------------------------------------- closing
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -17,7 +18,7 @@ import anyio.to_thread
 from eventbus_engine.attempts import Attempts, OutOfTimeError
 from eventbus_engine.envelope import context_of
 from eventbus_engine.errors import SpoolError
-from eventbus_engine.handlers import Occasion
+from eventbus_engine.handlers import Occasion, moment
 from eventbus_engine.lanes import Dispatch, Lanes
 from eventbus_engine.mailbox import sending
 from eventbus_engine.snapshot import Record, Snapshot, kept_values
@@ -74,7 +75,7 @@ class Spools:
 class _Sending:
     """Stands in for an envelope: what is sent may come from many events, and from another process."""
 
-    event: Any = type("_Send", (), {"name": "SEND", "value": "send"})()
+    event: Any = type("_Send", (), {"name": "sending", "value": "send", "__str__": lambda _: "while sending"})()
 
     def __init__(self) -> None:
         self.time_ns: int = time_ns()
@@ -144,7 +145,12 @@ class Outbox:
         if self._sender is None:
             entry = self._entry
             spool = await anyio.to_thread.run_sync(self._spools.get, entry.spool)
-            self._before = await anyio.to_thread.run_sync(spool.stats, entry.name)
+            spool.claim(entry.name)
+            try:
+                self._before = await anyio.to_thread.run_sync(spool.stats, entry.name)
+            except BaseException:
+                spool.release(entry.name)
+                raise
             self._sender = SpoolSender(
                 spool,
                 entry.name,
@@ -154,6 +160,8 @@ class Outbox:
                 retry_wait=RETRY_WAIT,
                 linger=LINGER,
             )
+            self._sender.spooled = self._before.pending
+            self.attempts.until_safe = functools.partial(self._sender.room, 1)
             if self.attempts.closing:
                 self._sender.hurry()
 
@@ -197,15 +205,15 @@ class Outbox:
         assert entry.sender is not None  # noqa: S101 -- its options have been checked
         if entry.quarantined:
             raise OutOfTimeError("the callback has been dropped from the run")
-        dispatch = Dispatch(_Sending(), None, None, Lanes(), apart=self._apart)
-        occasion = Occasion(_Sending(), Snapshot(entry.name, (), {}), self._logger, dispatch)
+        dispatch = Dispatch.begin(_Sending(), None, None, Lanes(), apart=self._apart)
+        occasion = Occasion.begin(_Sending(), Snapshot(entry.name, (), {}), self._logger, dispatch)
         occasion.context = context_of(dispatch)
         self.running.add(dispatch)
         try:
             if not entry.opened and (opener := entry.opener()) is not None:
                 error = await attempts.persist(opener, occasion)
                 if error is not None:
-                    attempts.settle(error, occasion.event)
+                    attempts.settle(error, moment(occasion.event, opener))
                     raise error
             records = [_record(event, entry) for event in events]
             error = await attempts.persist(sending(entry.sender, records), occasion)
@@ -258,6 +266,7 @@ class Outbox:
 
     async def send_rest(self, records: Sequence[Record], seconds: float) -> None:
         """Take what was logged after the last event: write it down, and try to send it."""
+        await self.open()
         sender = self._there
         self.put(records)
         with anyio.CancelScope(shield=True):
@@ -267,6 +276,8 @@ class Outbox:
         await self._count()
 
     async def _count(self) -> None:
+        if self._after is None:
+            self._there.spool.release(self._entry.name)
         # In case it cannot be looked into.
         self._after = self._before._replace(pending=self._there.spooled)
         with anyio.CancelScope(shield=True):

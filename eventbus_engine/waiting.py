@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Hashable
-from dataclasses import dataclass
-from datetime import datetime
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from eventbus_engine.handlers import ENVELOPE, HOOK, Handler, Occasion
+from eventbus_engine.destinations import Rows, delivery_handler
+from eventbus_engine.envelope import enter_apart
+from eventbus_engine.handlers import Handler, Occasion
 from eventbus_engine.lanes import Dispatch, Waiter
+from eventbus_engine.snapshot import Record, Snapshot
 
 if TYPE_CHECKING:
     from eventbus_engine.entries import CallbackEntry
@@ -21,65 +23,109 @@ if TYPE_CHECKING:
 __all__ = ["Item", "Line"]
 
 
-@dataclass(slots=True, eq=False)
 class Item:
     """One event in the mailbox of a callback.
 
+    Args:
+        entry: the callback.
+        hook: its hook for the event; None for a destination that only has records to take.
+        occasion: the event as the publisher's handlers see it.
+        snapshot: what the callback gets to see of the state.
+        pending: what has been logged for it since its last event, and is taken out here.
+        apart: whether it is delivered on another thread than its engine's events.
+
     Attributes:
-        hook: what to call.
-        occasion: the event: a frozen snapshot for the state, and the context it was published in.
-        dispatch: its delivery, for what the hook publishes.
-        records: what was logged for a destination since its last event; None for a callback.
-        counts_itself: whether the event counts besides its records: the destination has a hook for it.
+        entry: the callback.
+        hook: as above.
+        records: what was logged, as far as it takes a call to make it; None if it takes none.
+        rows: gets what those calls, and the hook behind them, come to.
+        made: what there is to send, once that is known.
         key: what `on_full="coalesce"` takes for alike.
-        rows: how many things to send its hook and its records have come to, once that is known.
+        begun: its delivery, for what the hook publishes; None before `begin`.
     """
 
-    hook: Handler
-    occasion: Occasion
-    dispatch: Dispatch
-    records: Pending | None = None
-    counts_itself: bool = True
-    key: Hashable = None
-    rows: int = 0
+    __slots__ = (
+        "_apart", "_context", "_envelope", "_lanes", "_logger", "_occasion", "_pending", "_snapshot", "_tracer",
+        "begun", "entry", "hook", "key", "made", "records", "rows",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        entry: CallbackEntry,
+        hook: Handler | None,
+        occasion: Occasion,
+        snapshot: Snapshot,
+        pending: Pending | None,
+        *,
+        apart: bool,
+    ) -> None:
+        self.entry: CallbackEntry = entry
+        self.hook: Handler | None = hook
+        self.made: list[Any] | None = None
+        self.records: Pending | None = None
+        self.rows: Rows = Rows()
+        self.key: Hashable = None
+        self.begun: Dispatch | None = None
+        assert occasion.dispatch is not None  # noqa: S101 -- only closing has none, and it posts nothing
+        self._envelope: Any = occasion.envelope
+        self._lanes = occasion.dispatch.lanes
+        self._logger: Any = occasion.logger
+        self._tracer = occasion.tracer
+        self._snapshot = snapshot
+        self._pending = pending
+        self._apart = apart
+        # What it was published in; all else that a hook needs is made when there is a hook to run.
+        self._context = copy_context()
+        self._occasion: Occasion | None = None
+        if pending:
+            # Where there is a tracer, even what is made already has its span.
+            self.made = pending.take_made() if hook is None and occasion.tracer is None else None
+            self.records = pending.take() if self.made is None else None
 
     @property
     def size(self) -> int:
         """For how many events and records it counts if it is lost now."""
         records = len(self.records) + self.records.lost if self.records is not None else 0
-        return records + max(self.counts_itself, self.rows)
+        return records + max(self.hook is not None, len(self.made or ()))
 
     @property
     def weight(self) -> int:
         """For how many events and records it counts once its hook has run."""
-        return max(1, self.rows)
+        return max(1, len(self.made or ()))
 
-    def made(self) -> list[Any] | None:
-        """Take out what its records come to, if it is nothing but records that are made; None if there is a call."""
-        if self.records is None or self.counts_itself or self.occasion.tracer is not None:
-            return None  # Where there is a tracer, the call has a span.
-        return self.records.take_made()
+    @property
+    def handler(self) -> Handler:
+        """What to call."""
+        if self.records is not None:
+            assert self._pending is not None  # noqa: S101 -- the records are taken out of it
+            return delivery_handler(self.entry, self.hook, self.records, self._pending, self.rows)
+        assert self.hook is not None  # noqa: S101 -- without one, and without such records, there is nothing to call
+        return self.hook
+
+    def begin(self) -> Occasion:
+        """The event as the hook sees it: with the snapshot for the state, in the context it was published in."""
+        if self._occasion is None:
+            self.begun = dispatch = Dispatch.begin(self._envelope, None, None, self._lanes, apart=self._apart)
+            logger = self._logger
+            bound = logger.bound_to(self._snapshot) if hasattr(logger, "bound_to") else logger
+            self._context.run(enter_apart, dispatch)
+            self._occasion = Occasion.begin(self._envelope, self._snapshot, bound, dispatch, self._tracer)
+            self._occasion.context = self._context
+        return self._occasion
 
     @property
     def event(self) -> EventName:
         """The event."""
-        return self.occasion.event
+        event: EventName = self._envelope.event
+        return event
 
-    @property
-    def state(self) -> Any:
-        """The snapshot."""
-        return self.occasion.arguments[HOOK][0]
-
-    @property
-    def time(self) -> datetime:
-        """When it was published."""
-        time: datetime = self.occasion.arguments[ENVELOPE][0].time
-        return time
-
-    @property
-    def id(self) -> str:
-        """Unique, and the same however often it is sent."""
-        return str(self.occasion.arguments[ENVELOPE][0].id)
+    def to_send(self) -> list[Record]:
+        """What is made, with what tells where it comes from."""
+        if not self.made:
+            return []
+        envelope, state = self._envelope, self._snapshot
+        event, time, ids = envelope.event, envelope.time, f"{envelope.id}-{self.entry.name}"
+        return [Record(event, state, time, f"{ids}-{i}", row) for i, row in enumerate(self.made)]
 
 
 class Line:
@@ -99,6 +145,7 @@ class Line:
         self._alike: dict[Hashable, deque[int]] = {}
         self._put_in = self._taken_out = 0
         self._blocked: deque[tuple[int, Waiter]] = deque()
+        self._awaited = 1
         self._arrived = anyio.Event()
 
     def __len__(self) -> int:
@@ -118,7 +165,8 @@ class Line:
         self._items[self._put_in] = item
         if entry.on_full == "coalesce":
             self._alike.setdefault(item.key, deque()).append(self._put_in)
-        self._arrived.set()
+        if len(self._items) >= self._awaited:
+            self._arrived.set()
         return (self._put_in if full and entry.on_full == "block" else None), fallen
 
     def _make_room_for(self, item: Item) -> Item:
@@ -149,8 +197,9 @@ class Line:
         self._alike.clear()
         return items
 
-    async def arrival(self) -> None:
-        """Wait until something is put in, or `wake` is called."""
+    async def arrival(self, count: int = 1) -> None:
+        """Wait until there are so many, or `wake` is called."""
+        self._awaited = count
         self._arrived = anyio.Event()
         await self._arrived.wait()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -232,6 +234,9 @@ def test_a_hook_that_is_a_generator_is_refused() -> None:
         ("batch_ends", "batch_end"),
         ("epoch_strat", "epoch_start"),
         ("on_batch_end", "batch_end"),
+        ("on_init", "init"),
+        ("on_fit_end", "fit_end"),
+        ("on_epoch_strat", "epoch_start"),
         ("BATCH_END", "batch_end"),
         ("befor_loss", "before_loss"),
         ("eval_batch_ended", "eval_batch_end"),
@@ -249,6 +254,30 @@ def test_rule_4_8_a_hook_name_that_nearly_matches_warns(method: str, nearest: st
         f"c.{method} is no hook of Event; did you mean {nearest}? "
         f"(a name with a leading underscore is never taken for a hook)"
     )
+
+
+def test_rule_4_8_the_warning_points_at_the_method_and_comes_once() -> None:
+    """Which is what has to be renamed, wherever it was registered."""
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def count(*arguments: Any) -> Any: ...
+
+        return count
+
+    class C(Recording):
+        @counted
+        def batch_ends(self, state: Any, logger: Any) -> None: ...
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        Engine(callbacks=[C()])
+        Engine(callbacks=[C()])
+
+    (warning,) = caught
+    lines, first = inspect.getsourcelines(C)
+    assert warning.filename == __file__
+    assert "@counted" in lines[warning.lineno - first]
 
 
 def test_rule_4_8_a_name_that_only_sounds_alike_does_not_warn() -> None:

@@ -8,15 +8,19 @@ import gc
 import pickle
 import threading
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from operator import attrgetter, itemgetter
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import anyio
 import anyio.from_thread
 import anyio.lowlevel
 import anyio.to_thread
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,6 +48,7 @@ from eventbus_engine import (
     current_envelope,
 )
 from eventbus_engine.mailbox import Mailbox
+from eventbus_engine.snapshot import leaves_of
 from eventbus_engine.testing import FakeAlgorithm, FakeCallback, Recorder
 
 pytestmark = pytest.mark.anyio
@@ -215,7 +220,7 @@ async def test_a_full_mailbox_drops_events_and_counts_them(
     assert seen == expected
     assert counts_of(engine) == (4, 0, 3)
     assert (report.undelivered, report.ok) == ({"watcher": 3}, False)
-    assert "background callback watcher never saw 3 events" in logged(caplog)
+    assert "background callback watcher has lost 3 events" in logged(caplog)
 
 
 async def test_coalesce_drops_the_oldest_where_nothing_is_alike() -> None:
@@ -375,10 +380,43 @@ async def test_a_mailbox_does_what_a_list_would(steps: list[str], max_pending: i
 
 # ------------------------------------------------------------------------------------------------------------ snapshots
 
-plain_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+
+class Pair(NamedTuple):
+    """A tuple with a class of its own."""
+
+    first: Any
+    second: Any
+
+
+@dataclass(slots=True)
+class Result:
+    """An object without a `__dict__`."""
+
+    value: Any
+    others: list[Any]
+
+
+def shell(value: Any) -> list[Any]:
+    """Every kind of container, around one value."""
+    return [
+        [value],
+        (value, 1),
+        {"a": value},
+        Pair(value, 1),
+        OrderedDict(a=value),
+        deque([value]),
+        SimpleNamespace(a=value),
+        Result(value, [value]),
+    ]
+
+
+nested_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.builds(Timestamp, batch=st.integers(0, 9)),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+        | st.sets(st.integers(), max_size=2)
+        | inner.flatmap(lambda value: st.sampled_from(shell(value)))
     ),
     max_leaves=8,
 )
@@ -386,32 +424,107 @@ plain_values = st.recursive(
 
 def spoil(value: Any) -> None:
     """Change everything in a value that can be changed in place."""
-    if isinstance(value, list | tuple):
-        for item in value:
-            spoil(item)
-    if isinstance(value, dict):
-        for item in value.values():
-            spoil(item)
-        value["spoilt"] = True
-    if isinstance(value, list):
-        value.append("spoilt")
+    match value:
+        case Timestamp():
+            value.load_state_dict({**value.state_dict(), "batch": 77})
+        case set():
+            value.add("spoilt")
+        case dict():
+            for item in value.values():
+                spoil(item)
+            value["spoilt"] = True
+        case SimpleNamespace():
+            spoil(vars(value))
+        case Result():
+            spoil(value.others)
+            spoil(value.value)
+            value.value = "spoilt"
+        case list() | tuple() | deque():
+            for item in value:
+                spoil(item)
+            if not isinstance(value, tuple):
+                value.append("spoilt")
+        case _:
+            pass
 
 
 @settings(deadline=None, max_examples=60)
-@given(values=st.lists(plain_values, min_size=1, max_size=5))
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@given(values=st.lists(nested_values, min_size=1, max_size=4))
 async def test_what_changes_after_the_event_never_shows(values: list[Any]) -> None:
-    """Whatever the state holds, and however deep it is changed while the event waits."""
+    """Whatever the state holds, however deep it is changed while the event waits, and by another callback too."""
     expected = copy.deepcopy(values)
-    recorder = Recorder(look=lambda state: state.value, delivery="background", snapshot=("value",))
+
+    def look(state: Any) -> Any:
+        seen = copy.deepcopy(state.value)
+        assert state.value is state.value
+        spoil(state.value)
+        return seen
+
+    recorders = [Recorder(name=f"{i}", look=look, delivery="background", snapshot=("value",)) for i in range(3)]
     state = State()
-    async with Engine(state, callbacks=[recorder]) as engine:
+    async with Engine(state, callbacks=recorders) as engine:
         for value in values:
             state.value = value
             await engine.run_event("batch_end")
             spoil(value)
 
-    assert recorder.seen == expected
+    assert [recorder.seen for recorder in recorders] == [expected] * 3
+
+
+async def test_what_a_callback_does_to_its_snapshot_shows_to_no_other() -> None:
+    """Nor does what the state's own timestamp takes over later."""
+    turns, seen = anyio.Event(), list[Any]()
+
+    class First(Callback):
+        delivery = "background"
+
+        async def batch_end(self, state: Any, logger: Any) -> None:
+            state.metrics["accuracy"] = 99
+            state.timestamp.load_state_dict(Timestamp(batch=99).state_dict())
+            turns.set()
+
+    class Second(Callback):
+        delivery = "background"
+
+        async def batch_end(self, state: Any, logger: Any) -> None:
+            await turns.wait()
+            seen.append((state.metrics, int(state.timestamp.batch)))
+
+    state = State(metrics={"accuracy": 0.5}, timestamp=Timestamp(batch=1))
+    async with Engine(state, callbacks=[First(), Second()]) as engine:
+        await engine.run_event("batch_end")
+        state.timestamp.load_state_dict(Timestamp(batch=2).state_dict())
+
+    assert seen == [({"accuracy": 0.5}, 1)]
+
+
+@pytest.mark.parametrize("readable", [True, False])
+async def test_what_nobody_declared_fails_no_event(readable: bool) -> None:
+    """What cannot be copied, or not even read, is left out; reading it says why."""
+    messages: list[str] = []
+
+    class Broken:
+        @property
+        def metrics(self) -> Any:
+            if not readable:
+                raise OSError("gone")
+            return threading.Lock()
+
+    def look(state: Any) -> None:
+        with pytest.raises(SnapshotError) as caught:
+            _ = state.metrics
+        messages.append(str(caught.value))
+
+    recorder = Recorder(name="far", look=look, delivery="background")
+    async with Engine(Broken(), callbacks=[recorder]) as engine:
+        await engine.run_event("init")
+        report = await engine.close()
+
+    why = "TypeError: cannot pickle '_thread.lock' object" if readable else "OSError: gone"
+    assert messages == [
+        f"background callback far read state.metrics, which could not be copied at the event: {why}",
+    ]
+    assert report.ok
 
 
 async def test_reading_what_was_not_declared_raises_and_says_how_to_declare_it(
@@ -449,6 +562,39 @@ async def test_reading_what_was_not_declared_raises_and_says_how_to_declare_it(
         "<Snapshot for remote: loss>",
     ]
     assert isinstance(logged(caplog)["background callback remote failed on BATCH_END"], SnapshotError)
+
+
+async def test_a_state_that_is_a_dict_says_what_to_do() -> None:
+    """However it is read: by attribute or by key, declared or not. And with an object it works as it says."""
+    messages: list[str] = []
+    numbers: list[int] = []
+
+    @callback(delivery="background", snapshot=("number",), name="remote")
+    def curious(event: EventName, state: Any, logger: Any) -> None:
+        for read in (attrgetter("number"), itemgetter("number")):
+            with pytest.raises(SnapshotError) as caught:
+                read(state)
+            messages.append(str(caught.value))
+
+    @callback(delivery="background", snapshot=("number",))
+    def reading(event: EventName, state: Any, logger: Any) -> None:
+        numbers.append(state.number)
+
+    state = {"number": 7}
+    async with Engine(state, callbacks=[curious]) as engine:
+        await engine.run_event("init")
+    async with Engine(SimpleNamespace(**state), callbacks=[reading]) as working:
+        await working.run_event("init")
+
+    cure = (
+        "let the state be an object, such as a dataclass or types.SimpleNamespace(**state), and name them in snapshot="
+    )
+    assert messages == [
+        "background callback remote read state.number, but the state is a dict, and a snapshot is of attributes; "
+        + cure,
+        f"background callback remote read state['number'], but a snapshot has attributes and no keys; {cure}",
+    ]
+    assert numbers == [7]
 
 
 async def test_a_snapshot_can_be_copied_and_pickled() -> None:
@@ -560,7 +706,13 @@ async def test_an_attribute_that_cannot_be_copied_is_the_callbacks_failure(caplo
     error = logged(caplog)["background callback watcher failed on INIT"]
 
     assert (watcher.records, report.undelivered) == ([], {"watcher": 2, "quiet": 1})
-    assert isinstance(error, TypeError)
+    assert isinstance(error, SnapshotError)
+    assert isinstance(error.__cause__, TypeError)
+    assert str(error) == (
+        "background callback watcher has 'lock' in snapshot=, but state.lock cannot be copied: TypeError: cannot "
+        "pickle '_thread.lock' object; leave it out, and put what the callback needs of it into an attribute of "
+        "numbers, strings or tensors"
+    )
     assert error.__notes__ == ["in background callback watcher on INIT"]
     assert "callback quiet failed 1 times in a row, last on INIT, and is dropped from the run" in logged(caplog)
 
@@ -594,6 +746,42 @@ async def test_tensors_are_detached_and_cloned() -> None:
     ]
     assert seen.module is not state.module
     assert seen.odd == OrderedDict(a=1)
+
+
+async def test_tensors_are_found_wherever_they_are() -> None:
+    """In objects and containers of any kind: detached, and the same for all callbacks; the rest is each one's own."""
+    torch = pytest.importorskip("torch", reason="what is tested are torch's tensors")
+    weight = torch.ones(2, requires_grad=True)
+    recorders = [
+        Recorder(name=f"{i}", look=lambda state: state.out, delivery="background", snapshot=("out",)) for i in range(2)
+    ]
+    cycle: list[Any] = [weight * 2]
+    cycle.append(cycle)
+    values: list[Any] = [
+        *shell(weight * 2),
+        cycle,
+        {"array": np.ones(2), "type": torch.Tensor},
+        torch.nn.Linear(1, 1),
+        [weight],
+    ]
+    async with Engine(State(), callbacks=recorders) as engine:
+        for value in values:
+            await engine.run_event("batch_end", State(out=value))
+    first, second = (recorder.seen for recorder in recorders)
+
+    assert [type(value) for value in first] == [type(value) for value in values]
+    found = [[leaves_of(value) for value in seen] for seen in (first, second)]
+    tensors = [leaf for leaves in found[0][:-3] for leaf, _ in leaves]
+    assert [tensor.tolist() for tensor in tensors] == [[2, 2]] * 9
+    assert not any(tensor.requires_grad for tensor in [*tensors, first[-1][0]])
+    assert [[id(leaf) for leaf, _ in leaves] for leaves in found[0]] == [
+        [id(leaf) for leaf, _ in leaves] for leaves in found[1]
+    ]
+    assert not any(one is other for one, other in zip(first, second, strict=True) if type(one) is not tuple)
+    assert first[8][1] is first[8]
+    assert first[-3]["type"] is torch.Tensor
+    assert isinstance(first[-2].weight, torch.nn.Parameter)
+    assert first[-2].weight is not values[-2].weight
 
 
 async def test_a_state_without_any_of_it_will_do() -> None:
@@ -778,7 +966,7 @@ async def test_an_open_that_fails_is_tried_again_at_the_next_event(caplog: pytes
 
     assert lived.log == [("open", "Snapshot")] * 3 + [2, 3, "close", "post_close"]
     assert (counts_of(engine), report.undelivered) == ((2, 0, 2), {"stubborn": 2})
-    assert str(logged(caplog)["background callback stubborn failed on BATCH_END"]) == "no route to host"
+    assert str(logged(caplog)["background callback stubborn failed in open, before BATCH_END"]) == "no route to host"
 
 
 async def test_an_open_that_always_fails_can_quarantine_the_callback(caplog: pytest.LogCaptureFixture) -> None:
@@ -798,7 +986,8 @@ async def test_an_open_that_always_fails_can_quarantine_the_callback(caplog: pyt
         report = await engine.close()
 
     assert (lived.log, report.undelivered, report.closed) == ([], {"hopeless": 5}, [])
-    assert "callback hopeless failed 2 times in a row, last on BATCH_END, and is dropped from the run" in logged(caplog)
+    message = "callback hopeless failed 2 times in a row, last in open, before BATCH_END, and is dropped from the run"
+    assert message in logged(caplog)
 
 
 async def test_a_callback_that_leaves_the_run_is_closed_with_it() -> None:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.lowlevel
 import pytest
 
-from eventbus_engine import Algorithm, Callback, CallbackErrors, Engine, EventName, Logger, LoggerDestination, Traces
-from eventbus_engine.loggers import InMemoryLogger
+from eventbus_engine import (
+    Algorithm,
+    Callback,
+    CallbackErrors,
+    Engine,
+    EventName,
+    Logger,
+    LoggerDestination,
+    Traces,
+    background,
+)
+from eventbus_engine.errors import TelemetryError
+from eventbus_engine.loggers import InMemoryLogger, JsonlLogger
 
 pytestmark = pytest.mark.anyio
 
@@ -72,6 +85,106 @@ async def test_what_is_logged_without_any_event_is_delivered_by_close() -> None:
     assert all(report.ok for report in reports)
 
 
+class Buffered(LoggerDestination):
+    """A plain one, which keeps what it gets until it is closed."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+        self.kept: list[Any] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """Keep it."""
+        self.kept.append(metrics["n"])
+
+    def open(self, state: Any, logger: Any) -> None:
+        """Open."""
+        self.log.append("open")
+
+    def close(self, state: Any, logger: Any) -> None:
+        """Write it."""
+        self.log += self.kept
+
+
+async def test_a_plain_destination_that_was_logged_to_without_any_event_is_closed() -> None:
+    """It may have kept something for then. One that nothing was logged for is left alone here, too."""
+    log, silent = list[Any](), list[Any]()
+    engine = Engine(callbacks=[Buffered(log)])
+    engine.logger.log_metrics({"n": 1})
+    reports = await engine.close(), await Engine(callbacks=[Buffered(silent)]).close()
+
+    assert (log, silent) == (["open", 1], [])
+    assert [report.closed for report in reports] == [["buffered"], []]
+
+
+async def test_a_file_that_was_logged_to_without_any_event_is_closed(tmp_path: Path) -> None:
+    """And so refuses the next record, as it does after any other run."""
+    destination = JsonlLogger(tmp_path / "metrics.jsonl")
+    async with Engine(callbacks=[destination]) as engine:
+        engine.logger.log_hyperparameters({"lr": 0.1})
+
+    with pytest.raises(TelemetryError, match="is closed"):
+        destination.log_metrics({"n": 1})
+    assert len(destination.path.read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", [Buffered, Opened])
+async def test_what_only_a_close_logs_is_not_lost(kind: Callable[[list[Any]], LoggerDestination]) -> None:
+    """Its destination is opened for it, at the last moment."""
+    log: list[Any] = []
+
+    class Summary(Callback[Any]):
+        def close(self, state: Any, logger: Any) -> None:
+            logger.log_metrics({"n": 1})
+
+    report = await Engine(callbacks=[kind(log), Summary()]).close()
+
+    assert log[:2] == ["open", 1]
+    assert report.ok
+
+
+async def test_a_destination_that_another_engine_has_open_is_left_to_that_one() -> None:
+    """Closing does not fail for it, and the other engine still writes what was logged here."""
+    log: list[Any] = []
+    shared = Buffered(log)
+    first, second = Engine(events=Job, callbacks=[shared]), Engine(events=Job, callbacks=[shared])
+    await first.run_event(Job.RUN)
+    second.logger.log_metrics({"n": 1})
+
+    reports = await second.close(), await first.close()
+
+    assert [report.closed for report in reports] == [[], ["buffered"]]
+    assert log == ["open", 1]
+
+
+async def test_a_worker_that_could_not_open_a_destination_is_not_helped_by_closing() -> None:
+    """What was logged for it is lost already, and counted."""
+    log: list[Any] = []
+    refusing = Opened(log, open=ConnectionError("down"))
+    async with Engine(events=Job, callbacks=[background(refusing)]) as engine:
+        engine.logger.log_metrics({"n": 1})
+        await engine.run_event(Job.RUN)
+        report = await engine.close()
+
+    assert (log, report.undelivered) == (["open"], {"opened": 1})
+
+
+async def test_a_destination_that_hangs_in_opening_does_not_hold_up_the_close(caplog: pytest.LogCaptureFixture) -> None:
+    """Its records are reported as lost at the deadline."""
+    engine = Engine(callbacks=[hanging := Opened([])])
+    hanging.open = hang  # type: ignore[method-assign]
+    engine.logger.log_metrics({"n": 1})
+    with anyio.fail_after(5):
+        report = await engine.close(timeout=0.01)
+
+    assert report.undelivered == {"opened": 1}
+    assert "destination opened could not be opened" in caplog.messages
+
+
+async def hang(state: Any, logger: Any) -> None:
+    """An `open` whose far side never answers."""
+    await anyio.sleep_forever()
+
+
 async def test_what_a_destination_that_will_not_open_never_gets_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is lost in silence."""
     log = list[Any]()
@@ -81,6 +194,20 @@ async def test_what_a_destination_that_will_not_open_never_gets_is_reported(capl
 
     assert (log, report.undelivered, report.ok) == (["open"], {"opened": 1}, False)
     assert "destination opened could not be opened" in caplog.messages
+
+
+async def test_a_destination_that_will_not_open_gets_no_event() -> None:
+    """Nor what was logged, which waits for an event before which it opens."""
+    log = list[Any]()
+    opened = Opened(log, open=ConnectionError("down"))
+    async with Engine(callbacks=[opened]) as engine:
+        engine.logger.log_metrics({"n": 1})
+        await engine.run_event("fit_start")
+        assert log == ["open"]
+        del opened.actions["open"]
+        await engine.run_event("epoch_start")
+
+        assert log == ["open", "open", 1]
 
 
 class Says(Algorithm[Any, Any]):
@@ -167,7 +294,7 @@ async def test_rule_5_2_a_destination_in_quarantine_gets_no_more_records() -> No
     await engine.run_event(Job.RUN)
     says.numbers = (2, 3)
     await engine.run_event(Job.RUN)
-    waiting = len(engine.logger.pending(remote))
+    waiting = len(engine.logger.pending(remote) or ())
     await engine.run_event(Job.SUB)
     report = await engine.close()
 

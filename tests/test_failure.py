@@ -22,6 +22,7 @@ from eventbus_engine import (
     LoggerDestination,
     Traces,
 )
+from eventbus_engine.testing import FakeAlgorithm
 
 pytestmark = pytest.mark.anyio
 
@@ -413,7 +414,35 @@ async def test_rule_5_2_quarantine_of_open(caplog: pytest.LogCaptureFixture) -> 
         await engine.run_event(Job.RUN)
 
     assert tries == [1, 1, 1]
-    assert "failed 3 times in a row" in caplog.records[-1].getMessage()
+    assert [record.getMessage() for record in caplog.records] == [
+        "callback remote failed in open, before RUN",
+        "callback remote failed in open, before RUN",
+        "callback remote failed 3 times in a row, last in open, before RUN, and is dropped from the run",
+    ]
+
+
+async def test_rule_5_2_an_open_that_fails_is_called_again_and_named() -> None:
+    """The event it fails before does not run; the next one opens it, and does."""
+    log: list[str] = []
+
+    class Remote(Callback[Any]):
+        async def open(self, state: Any, logger: Any) -> None:
+            log.append("open")
+            if log == ["open"]:
+                raise ConnectionError("down")
+
+        def run(self, state: Any, logger: Any) -> None:
+            log.append("run")
+
+    watched = FakeAlgorithm(apply=lambda *_: log.append("algorithm"))
+    engine = Engine(events=Job, algorithms=[watched], callbacks=[Remote()])
+
+    with pytest.raises(CallbackErrors, match="1 callback failed in open, before RUN") as caught:
+        await engine.run_event(Job.RUN)
+    await engine.run_event(Job.RUN)
+
+    assert log == ["open", "open", "algorithm", "run"]
+    assert caught.value.exceptions[0].__notes__ == ["in callback remote in open, before RUN"]
 
 
 async def test_rule_5_2_what_a_callback_publishes_and_fails() -> None:

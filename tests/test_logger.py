@@ -393,3 +393,19 @@ async def test_a_destination_in_the_background_gets_its_records_there() -> None:
             await engine.run_event(Event.BATCH_END)
 
     assert remote.records == [({"a": 1}, 1), ({"a": 2}, 2)]
+
+
+def test_a_logger_without_an_engine_says_at_once_what_failed(caplog: pytest.LogCaptureFixture) -> None:
+    """There is no destination stage that would."""
+
+    class Failing(LoggerDestination):
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            raise ValueError("no")
+
+    logger = Logger(None, [Failing()])
+    logger.log_metrics({"loss": 1})
+
+    assert [record.getMessage() for record in caplog.records] == ["destination failing failed in log_metrics"]
+    engine = Engine(logger=logger)
+    engine.logger.log_metrics({"loss": 1})
+    assert len(caplog.records) == 1

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
 
 from eventbus_engine import (
@@ -23,6 +26,7 @@ from eventbus_engine import (
     SnapshotError,
     SpoolFullError,
     SpoolInUseError,
+    Timestamp,
     background,
 )
 from eventbus_engine.loggers import HttpLogger
@@ -158,8 +162,11 @@ async def test_what_could_not_be_delivered_goes_first_in_the_next_process(path: 
         report = await engine.close()
 
     assert (report.spooled, report.undelivered, report.ok) == ({"far": 10}, {}, True)
+    # Nothing is lost by giving up before the deadline, so it was not waited for.
+    assert report.deliveries["far"].retried <= 3
     again = FarSide(spool=path)
     async with Engine(State(), events=Job, callbacks=[again]) as engine:
+        assert engine.deliveries()["far"].spooled == 10
         await publish(engine, 10)
         await engine.close()
 
@@ -170,6 +177,31 @@ async def test_what_could_not_be_delivered_goes_first_in_the_next_process(path: 
     assert len({record.id for record in again.records}) == 11
     with pytest.raises(SnapshotError, match="declare it"):
         _ = again.records[0].state.secret
+
+
+@pytest.mark.anyio
+async def test_what_nobody_declared_costs_no_record(path: Path) -> None:
+    """A timestamp of the state's own kind, or metrics, are left out of the spool, and reading them says so."""
+    far = FarSide(spool=path, snapshot=("number", "later"))
+    state = SimpleNamespace(number=1, timestamp=datetime.now(UTC), metrics={"a": 1})
+    async with Engine(state, events=Job, callbacks=[far]) as engine:
+        await engine.run_event(Job.STEP)
+        await far.arrived(1)
+        await engine.run_event(Job.STEP, SimpleNamespace(number=2, timestamp=Timestamp(batch=7)))
+        report = await engine.close()
+    (first, second) = far.records
+
+    assert report.ok
+    assert (first.state.number, second.state.timestamp) == (1, "7ba")
+    for name in ("timestamp", "metrics"):
+        with pytest.raises(SnapshotError) as caught:
+            getattr(first.state, name)
+        assert str(caught.value) == (
+            f"background callback far read state.{name}, which its snapshot does not hold: out of a spool come a "
+            f"Timestamp and what is declared; declare it: snapshot = ('number', 'later', '{name}')"
+        )
+    with pytest.raises(SnapshotError, match=r"read state\.later, which the state did not have at the event"):
+        _ = first.state.later
 
 
 @pytest.mark.anyio
@@ -216,7 +248,7 @@ async def test_what_the_far_side_never_takes_is_lost_alone(path: Path, caplog: p
 
     assert far.numbers == [2]
     assert (report.undelivered, report.unraised, report.spooled) == ({"far": 1}, {"far": 1}, {})
-    assert "no such run" in caplog.text
+    assert "background callback far failed while sending: no such run" in caplog.messages
 
 
 @pytest.mark.anyio
@@ -252,6 +284,26 @@ async def test_an_event_with_nothing_to_send_is_delivered_at_once(path: Path) ->
         report = await engine.close()
 
     assert report.deliveries["far"].delivered == 2
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("on_error", "dropped"), [("log", 0), ("quarantine", 2)])
+async def test_a_hook_that_fails_costs_its_own_event(path: Path, on_error: Any, dropped: int) -> None:
+    """And those behind it, if the callback is dropped for it: that counts to the event."""
+
+    class Failing(FarSide):
+        def step(self, state: Any, logger: Any) -> Any:
+            if state.number == 1:
+                raise ValueError("unlucky")
+            return super().step(state, logger)
+
+    far = Failing(spool=path, on_error=on_error, quarantine_after=1)
+    async with Engine(State(), events=Job, callbacks=[far]) as engine:
+        await publish(engine, 0, 1, 2, 3)
+        report = await engine.close()
+
+    counts = report.deliveries["far"]
+    assert (counts.failed, counts.dropped, counts.spooled + counts.delivered) == (1, dropped, 3 - dropped)
 
 
 @pytest.mark.anyio
@@ -404,7 +456,7 @@ async def test_a_full_disk_delivers_from_memory_and_never_loses_in_silence(tmp_p
                 await far.arrived(number + 1)
             far.error = ConnectionError("down")
             await publish(engine, *range(5, 20))
-            report = await engine.close()
+            report = await engine.close(timeout=0.3)
 
     assert far.numbers == list(range(5))
     assert report.deliveries["far"].delivered == 5
@@ -529,3 +581,112 @@ async def test_an_http_logger_goes_on_where_the_last_one_ended(path: Path) -> No
     assert (report.spooled, report.ok) == ({"http_logger": 5}, True)
     assert [record["metrics"]["number"] for record in arrived] == list(range(6))
     assert len({record["id"] for record in arrived}) == 6
+
+
+@pytest.mark.anyio
+async def test_closing_does_not_wait_for_an_event_with_nothing_to_send(path: Path) -> None:
+    """The last one, that is: it has changed nothing."""
+
+    class Seldom(FarSide):
+        def step(self, state: Any, logger: Any) -> Any:
+            return super().step(state, logger) if state.number == 1 else None
+
+    far = Seldom(spool=path)
+    async with Engine(State(), events=Job, callbacks=[far]) as engine:
+        await publish(engine, 1)
+        await far.arrived(1)
+        await publish(engine, 2)
+        await until(lambda: engine.deliveries()["far"].delivered == 2)
+        with anyio.fail_after(30):
+            report = await engine.close(timeout=60)
+
+    assert (report.ok, report.deliveries["far"].delivered) == (True, 2)
+
+
+@pytest.mark.anyio
+async def test_a_value_that_cannot_be_kept_costs_its_own_event_and_no_other(path: Path) -> None:
+    """Whatever goes wrong in writing it down."""
+
+    class Odd(FarSide):
+        def step(self, state: Any, logger: Any) -> Any:
+            return {"number": 10**5000 if state.number == 1 else state.number}
+
+    far = Odd(spool=path, on_error="log")
+    async with Engine(State(), events=Job, callbacks=[far]) as engine:
+        await publish(engine, 0, 1, 2)
+        report = await engine.close()
+
+    assert (far.numbers, report.undelivered) == ([0, 2], {"far": 1})
+
+
+@pytest.mark.anyio
+async def test_what_is_logged_last_is_counted_if_the_spool_never_opened(tmp_path: Path) -> None:
+    """And closing raises nothing."""
+
+    class Last(Callback[Any]):
+        def close(self, state: Any, logger: Any) -> None:
+            logger.log_metrics({"last": 1})
+
+    class Remote(LoggerDestination):
+        delivery = "background"
+
+        def log_metrics(self, metrics: Any, step: int | None = None) -> Any:
+            return metrics
+
+        async def send_records(self, records: Sequence[Record], logger: Any) -> None:
+            raise AssertionError("nothing is to be sent")
+
+    foreign = tmp_path / "foreign"
+    foreign.write_bytes(b"no database" * 500)
+    remote = Remote(spool=foreign)
+    engine = Engine(State(), events=Job, callbacks=[remote, Last()])
+    engine.logger.log_metrics({"first": 1})
+    await anyio.to_thread.run_sync(engine.sync.run_event, Job.STEP)
+    report = await anyio.to_thread.run_sync(engine.sync.close, 1)
+
+    assert report.undelivered == {"remote": 2}
+
+
+@pytest.mark.anyio
+async def test_engines_that_share_a_spool_need_callbacks_of_different_names(path: Path) -> None:
+    """Each would send what the other has to: the second one is refused, until the first is closed."""
+    path.parent.mkdir()
+    with Spool(path) as spool:
+        first, second, third = (Engine(State(), events=Job, callbacks=[FarSide(spool=spool)]) for _ in range(3))
+        async with first:
+            with pytest.raises(SpoolInUseError, match=r"the queue 'far' of the spool .* is read already"):
+                async with second:
+                    raise AssertionError("it is not to be entered")
+            await publish(first, 1)
+        async with third:
+            await publish(third, 2)
+            report = await third.close()
+
+    assert report.deliveries["far"].delivered == 1
+
+
+@pytest.mark.anyio
+async def test_a_spool_that_cannot_be_looked_into_is_free_for_the_next_attempt(path: Path) -> None:
+    """Nobody reads a queue whose reader has failed to begin."""
+
+    class Unreadable(Spool):
+        failures = 1
+
+        def stats(self, queue: str) -> Any:
+            self.failures -= 1
+            if self.failures >= 0:
+                raise SpoolFullError("not now", self.path)
+            return super().stats(queue)
+
+    path.parent.mkdir()
+    with Unreadable(path) as spool:
+        for number in range(2):
+            far = FarSide(spool=spool)
+            engine = Engine(State(), events=Job, callbacks=[far])
+            if number == 0:
+                with pytest.raises(SpoolFullError, match="not now"):
+                    await engine.__aenter__()
+                continue
+            async with engine:
+                await publish(engine, 1)
+            assert far.numbers == [1]
