@@ -5,6 +5,7 @@ from eventbus_engine.algorithm import Algorithm, algorithm
 from eventbus_engine.bus import CallNext, EventBus, Middleware, Subscription
 from eventbus_engine.callback import Callback, HookNameWarning, background, callback
 from eventbus_engine.closing import CloseReport
+from eventbus_engine.counts import DeliveryCounts
 from eventbus_engine.engine import Engine
 from eventbus_engine.envelope import Envelope, current_envelope
 from eventbus_engine.errors import (
@@ -38,7 +39,6 @@ from eventbus_engine.errors import (
 from eventbus_engine.event import Event, EventName
 from eventbus_engine.in_flight import InFlight
 from eventbus_engine.logger import Logger, LoggerDestination
-from eventbus_engine.mailbox import DeliveryCounts
 from eventbus_engine.pair import Pair
 from eventbus_engine.passes import AlgorithmPass, ConflictWarning, LossInterpolationWarning
 from eventbus_engine.plan import Move, Plan

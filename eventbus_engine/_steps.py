@@ -7,11 +7,11 @@ import sys
 from collections.abc import Awaitable, Callable, Generator
 from contextvars import ContextVar
 from time import perf_counter
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 
-__all__ = ["FirstStep", "Rest", "current_task_id", "leave_loop", "need_loop", "steps_of", "without_loop"]
+__all__ = ["FirstStep", "current_task_id", "leave_loop", "need_loop", "steps_of", "without_loop"]
 
 T = TypeVar("T")
 
@@ -56,16 +56,6 @@ def leave_loop() -> None:
 def steps_of(awaitable: Awaitable[T]) -> Generator[Any, Any, T]:
     """The steps of an awaitable, for as many as wanted to be taken by hand: `send(None)`."""
     return (yield from awaitable.__await__())
-
-
-class Rest(Generic[T]):
-    """Awaits what is left of steps that have been taken so far by hand, as a coroutine under way cannot be."""
-
-    def __init__(self, steps: Generator[Any, Any, T]) -> None:
-        self._steps = steps
-
-    def __await__(self) -> Generator[Any, Any, T]:
-        return self._steps
 
 
 class FirstStep(Generator[Any, Any, Any]):

@@ -11,18 +11,20 @@ from typing import Any, Protocol, Self, TypeAlias
 import anyio
 
 from eventbus_engine._options import accepts, function_name, is_async_callable
-from eventbus_engine.envelope import Envelope, current, current_dispatch, current_envelope
+from eventbus_engine.envelope import Envelope, current, current_dispatch, current_envelope, write_envelope
 from eventbus_engine.errors import ConfigurationError, HandlerTypeError, SyncUsageError, UnknownEventError
 from eventbus_engine.event import EventName, resolve_event
-from eventbus_engine.fanout import begin_fanout
+from eventbus_engine.fanout import FanOut
 from eventbus_engine.handlers import ENVELOPE, Handler, Occasion, raise_failures
 from eventbus_engine.lanes import Dispatch, Lanes
 from eventbus_engine.trace import Traces
 
-__all__ = ["CallNext", "Envelope", "EventBus", "Middleware", "Subscription", "current_envelope"]
+__all__ = ["CallNext", "Envelope", "EventBus", "Middleware", "Subscription", "Terminal", "current_envelope"]
 
 CallNext: TypeAlias = Callable[[Envelope], Awaitable[Traces]]
 """The rest of the chain: call it with the envelope and await its Traces."""
+
+Link: TypeAlias = Callable[[Envelope, CallNext], Awaitable[Traces]]
 
 
 class Middleware(Protocol):
@@ -80,9 +82,11 @@ class EventBus:
         self._subscriptions: tuple[Subscription, ...] = ()
         # By the identity of an event: the event, its subscriptions, and their handlers if nothing else is to be asked.
         self._wanted: dict[int, tuple[EventName, list[Subscription], list[Handler] | None]] = {}
+        self._vocabularies: set[type] = set()
         self._lanes = Lanes()
-        self._terminal = _Terminal(self)
-        self._entry: CallNext = self._terminal
+        self._rest: CallNext = Terminal(self)
+        # Bound methods: to call an object that has a `__call__` is twice as dear.
+        self._first: Link = self._rest.__call__
         self._hears: Callable[[EventName], bool] = _never
         for one in middleware:
             self.use(one)
@@ -103,10 +107,10 @@ class EventBus:
         if (attach := _attachment(middleware)) is not None:
             attach(self)
         self._middleware.append(middleware)
-        entry: CallNext = self._terminal
-        for one in reversed(self._middleware):
-            entry = _ForeignLink(one, entry) if _attachment(one) is None else _Link(one, entry)
-        self._entry = entry
+        self._rest = Terminal(self)
+        for one in reversed(self._middleware[1:]):
+            self._rest = partial(_follow, _link_to(one), self._rest)
+        self._first = _link_to(self._middleware[0])
         hearers = [_always if _attachment(one) is None else one._hears for one in self._middleware]  # type: ignore[attr-defined]
         self._hears = hearers[0] if len(hearers) == 1 else lambda event: any(hears(event) for hears in hearers)
 
@@ -183,35 +187,43 @@ class EventBus:
             SyncUsageError: it was published by a background callback of `engine.sync`.
             Exception: whatever an algorithm raised, with the traces so far as `exc.traces`.
         """
-        if type(event) is str:
-            event = self.resolve(event)
-        elif not isinstance(event, EventName):
-            raise UnknownEventError(f"{event!r} is no event; publish a member of an EventName subclass")
+        known: EventName = event if type(event) in self._vocabularies else self._check(event)  # type: ignore[assignment]
         lane = _lane_of(key) if key is not None else id(state) if state is not None else None
-        parent = current.get()
+        parent = current_dispatch()
         if parent is not None and parent.apart:
             raise SyncUsageError(
-                f"{event.name} was published by a background callback of engine.sync, on a thread of its own beside "
+                f"{known.name} was published by a background callback of engine.sync, on a thread of its own beside "
                 f"the engine's events; publish it from an inline callback, or run the engine on an event loop"
             )
-        used = self._lanes.used
-        if not self._subscriptions and lane not in used and not self._hears(event):
+        lanes, hears, first = self._lanes, self._hears, self._first
+        used = lanes.used
+        if not self._subscriptions and lane not in used and not hears(known):
             return {}
-        envelope = Envelope(event, payload, state, key)
-        dispatch = Dispatch(envelope, parent, lane, self._lanes)
-        if lane is not None and used.setdefault(lane, dispatch) is not dispatch and not self._lanes.join(dispatch):
-            await self._lanes.wait(dispatch)
-        token = current.set(dispatch)
+        envelope = write_envelope(known, payload, state, key)
+        dispatch = Dispatch.begin(envelope, parent, lane, lanes)
+        if lane is not None and used.setdefault(lane, dispatch) is not dispatch and not lanes.join(dispatch):
+            await lanes.wait(dispatch)
+        current.set(dispatch)
         try:
-            return await self._entry(envelope)
+            return await first(envelope, self._rest)
         finally:
             dispatch.running = False
             if lane is not None:
                 if used[lane] is dispatch:
                     del used[lane]
                 else:
-                    self._lanes.leave(dispatch)
-            current.reset(token)
+                    lanes.leave(dispatch)
+            # Not by a token, which belongs to one Context: `engine.sync` may go on in a copy of it.
+            current.set(parent)
+
+    def _check(self, event: object) -> EventName:
+        """What a name means, or a member of a vocabulary that has not been seen before."""
+        if type(event) is str:
+            return self.resolve(event)
+        if not isinstance(event, EventName):
+            raise UnknownEventError(f"{event!r} is no event; publish a member of an EventName subclass")
+        self._vocabularies.add(type(event))
+        return event
 
     async def expect(self, event: EventName | str, timeout: float = math.inf) -> Envelope:
         """Wait for the next such event, for tests.
@@ -299,57 +311,67 @@ def _attachment(middleware: Middleware) -> Callable[[EventBus], None] | None:
     return middleware._attach if hasattr(type(middleware), "_attach") else None  # type: ignore[attr-defined]
 
 
-class _Link:
-    """One middleware and the rest of the chain behind it."""
-
-    __slots__ = ("_middleware", "_rest")
-
-    def __init__(self, middleware: Middleware, rest: CallNext) -> None:
-        self._middleware = middleware
-        self._rest = rest
-
-    def __call__(self, envelope: Envelope) -> Awaitable[Traces]:
-        return self._middleware(envelope, self._rest)
+def _link_to(middleware: Middleware) -> Link:
+    return partial(_call_foreign, middleware) if _attachment(middleware) is None else middleware.__call__
 
 
-class _ForeignLink(_Link):
-    """A middleware that is none of ours: it may await anything, and forget to return."""
-
-    __slots__ = ()
-
-    async def __call__(self, envelope: Envelope) -> Traces:
-        dispatch = current_dispatch()
-        assert dispatch is not None  # noqa: S101 -- only `publish` calls the chain
-        await dispatch.enter_task()
-        result = self._middleware(envelope, self._rest)
-        traces = await result if isinstance(result, Awaitable) else result
-        if not isinstance(traces, dict):
-            raise HandlerTypeError(
-                f"middleware {function_name(self._middleware)} returned {type(traces).__name__}; make it async and let "
-                f"it return the Traces that call_next gave it, or {{}} if it did not call it"
-            )
-        return traces
+def _follow(link: Link, call_next: CallNext, envelope: Envelope) -> Awaitable[Traces]:
+    return link(envelope, call_next)
 
 
-class _Terminal:
+async def _call_foreign(middleware: Middleware, envelope: Envelope, call_next: CallNext) -> Traces:
+    """Call a middleware that is none of ours: it may await anything, and forget to return."""
+    dispatch = current_dispatch()
+    assert dispatch is not None  # noqa: S101 -- only `publish` calls the chain
+    await dispatch.enter_task()
+    result = middleware(envelope, call_next)
+    traces = await result if isinstance(result, Awaitable) else result
+    if not isinstance(traces, dict):
+        raise HandlerTypeError(
+            f"middleware {function_name(middleware)} returned {type(traces).__name__}; make it async and let it return "
+            f"the Traces that call_next gave it, or {{}} if it did not call it"
+        )
+    return traces
+
+
+class Terminal:
     """The end of the chain: the plain subscribers. An engine in front of it runs them among its callbacks."""
 
-    __slots__ = ("_bus",)
+    __slots__ = ("bus",)
 
     def __init__(self, bus: EventBus) -> None:
-        self._bus = bus
+        self.bus: EventBus = bus
 
     def handlers_for(self, envelope: Envelope) -> list[Handler]:
         """The subscribers of an event, for whoever stands in front of the end of the chain."""
-        return self._bus._handlers_for(envelope) if self._bus._subscriptions else []
+        return self.bus._handlers_for(envelope) if self.bus._subscriptions else []
 
-    async def __call__(self, envelope: Envelope) -> Traces:
+    async def __call__(self, envelope: Envelope, call_next: CallNext | None = None) -> Traces:
+        """Run the subscribers. There is nothing behind it: a bus without middleware calls it as its first."""
         handlers = self.handlers_for(envelope)
-        if not handlers:
+        begun: Awaitable[Any] | None = None
+        failure: Exception | None = None
+        for handler in handlers:
+            if handler.is_async:
+                break
+            try:
+                result = handler.call(envelope)
+            except Exception as error:
+                failure = error
+                break
+            if result is not None and isinstance(result, Awaitable):
+                begun = result
+                break
+        else:
             return {}
-        occasion = Occasion(envelope, envelope.state, None, current_dispatch())
-        if (fan := begin_fanout(handlers, occasion)) is not None:
-            if fan.unfinished:
-                await fan.run_async()
-            raise_failures(fan.failures(), envelope.event)
+        # Only what has to be awaited, or has failed, takes more than that.
+        fan = FanOut(
+            handlers, Occasion.begin(envelope, envelope.state, None, current_dispatch()), at=handlers.index(handler)
+        )
+        if begun is not None:
+            fan.begun = begun, None
+        if failure is not None:
+            fan.fail(fan.at, failure)
+            fan.at += 1
+        raise_failures(await fan.finish(), envelope.event)
         return {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self
 
@@ -12,25 +12,25 @@ from opentelemetry.trace import TracerProvider
 from typing_extensions import TypeVar
 
 from eventbus_engine._steps import need_loop
-from eventbus_engine.bus import CallNext, EventBus
+from eventbus_engine.bus import CallNext, EventBus, Terminal
 from eventbus_engine.closing import CloseReport, close_participants, closing_engine
+from eventbus_engine.counts import DeliveryCounts
 from eventbus_engine.delivery import Delivery
 from eventbus_engine.envelope import Envelope, current_dispatch
 from eventbus_engine.errors import ConfigurationError, EngineClosedError
 from eventbus_engine.event import Event, EventName, resolve_event
-from eventbus_engine.fanout import begin_fanout, run_fanout
+from eventbus_engine.fanout import begin_course, run_fanout
 from eventbus_engine.handlers import Handler, Occasion, outcome_of, raise_failures
 from eventbus_engine.in_flight import InFlight, read_in_flight
 from eventbus_engine.lanes import Dispatch
 from eventbus_engine.logger import Logger
-from eventbus_engine.mailbox import DeliveryCounts
 from eventbus_engine.pair import Pair
-from eventbus_engine.participants import Participants
+from eventbus_engine.participants import Course, Participants
 from eventbus_engine.passes import AlgorithmPass
 from eventbus_engine.plan import PassesArgument, Plan, arrange, collect_passes, insert_pass
 from eventbus_engine.roster import DEFAULT_PASSES, Roster
 from eventbus_engine.sequence import Offload, matches, run_algorithms
-from eventbus_engine.stages import finish_callbacks, merge_traces, only_inline, run_callbacks
+from eventbus_engine.stages import finish_callbacks, merge_traces, run_callbacks
 from eventbus_engine.sync import SyncEngine
 from eventbus_engine.telemetry.meters import MeterSource
 from eventbus_engine.telemetry.spans import TracerSource, event_template
@@ -96,7 +96,7 @@ class Engine(Generic[StateT]):
         self._closing: anyio.Event | None = None
         self._report: CloseReport | None = None
         self._delivery = Delivery()
-        self.logger: Any = Logger(state) if logger is None else logger
+        self.logger: Logger = Logger(state) if logger is None else logger
         self._roster = Roster(self, algorithms, callbacks, own_logger=logger is None)
         self._bus: EventBus | None = None
         if bus is not None:
@@ -138,12 +138,13 @@ class Engine(Generic[StateT]):
         """
         return read_in_flight(tuple(self._active.values()), (*self._delivery.in_flight(), *self._hooks))
 
-    async def run_event(self, event: EventName | str, state: Any = None) -> Traces:
+    async def run_event(self, event: EventName | str, state: Any = None, *, key: Hashable = None) -> Traces:
         """Publish an event about a state on the bus, and return once it has been handled.
 
         Args:
             event: a member, its value or its name: `Event.BEFORE_LOSS`, `"before_loss"`, `"BEFORE_LOSS"`.
             state: what it is about; the engine's own state by default.
+            key: the lane, where another than the state's is wanted, as in `EventBus.publish`.
 
         Returns:
             What the algorithms did, by `<name>/<EVENT>`: first what ran, in order, then what did not.
@@ -155,9 +156,9 @@ class Engine(Generic[StateT]):
             Exception: whatever an algorithm raised, with the traces so far as `exc.traces`.
         """
         member = event if type(event) is self.events else resolve_event(event, self.events)
-        return await (self._bus or self.bus).publish(member, state=self.state if state is None else state)
+        return await (self._bus or self.bus).publish(member, state=self.state if state is None else state, key=key)
 
-    def pair(self, event: EventName | str, state: Any = None) -> Pair:
+    def pair(self, event: EventName | str, state: Any = None, *, key: Hashable = None) -> Pair:
         """Publish both halves of a pair around a block of code, the second only if the block succeeded.
 
         Example:
@@ -168,7 +169,8 @@ class Engine(Generic[StateT]):
             UnknownEventError: no such event in the vocabulary.
             ConfigurationError: it is not the first half of a pair.
         """
-        return Pair(self.run_event, resolve_event(event, self.events), state, self.tracers)
+        run_event = functools.partial(self.run_event, key=key)
+        return Pair(run_event, resolve_event(event, self.events), state, self.tracers)
 
     def explain(self, event: EventName | str, state: Any = None) -> Plan:
         """What would run on an event, in which order, and who decided so. Runs nothing but the matches and passes."""
@@ -186,11 +188,14 @@ class Engine(Generic[StateT]):
 
     def _hears(self, event: EventName) -> bool:
         """Whether an event makes any difference to it: if not, and nobody else hears it, there is nothing to do."""
+        if event in self._roster.latest.heard:
+            return True  # or it is of another vocabulary and has the same value, which `__call__` sees
         if type(event) is not self.events:
             return False
-        if event in self._roster.latest.heard or self._close_timeout is not None:
+        if self._close_timeout is not None:
             return True
-        if self.meters.around(self.tracers.get()) is not None:
+        observer = self.tracers.observer(self.meters)
+        if observer is not None and not observer.is_idle():
             return True
         participants = self._roster.now()
         # A pass may add an algorithm.
@@ -205,30 +210,29 @@ class Engine(Generic[StateT]):
         assert dispatch is not None  # noqa: S101 -- the bus has set it
         if self._close_timeout is not None:
             self._admit(dispatch)
-        tracer, span = self.meters.around(self.tracers.get()), None
+        tracer, span = self.tracers.observer(self.meters), None
         if tracer is not None:
             span = tracer.open(event_template("dispatch", event))
             tracer = span.below(tracer)
         state = self.state if envelope.state is None else envelope.state
-        self._active[dispatch] = occasion = Occasion(envelope, state, self.logger, dispatch, tracer)
-        occasion.whole = span
+        self._active[dispatch] = occasion = Occasion.begin(envelope, state, self.logger, dispatch, tracer, span)
         error: BaseException | None = None
         try:
-            participants = self._roster.now()
+            course = self._roster.course(event)
+            participants = course.participants
             if not participants.all_opened:
                 await self._open(participants, occasion, dispatch)
-            if event == "init":
-                others = await run_callbacks(participants, occasion, envelope, call_next, self._delivery)
-                traces = await run_algorithms(participants.algorithms, self._roster.order, occasion, span, self.offload)
-                return merge_traces(traces, others)
-            traces = {}
-            if participants.algorithms or self.algorithm_passes != DEFAULT_PASSES:
-                traces = await run_algorithms(participants.algorithms, self._roster.order, occasion, span, self.offload)
-            handlers = only_inline(participants, envelope, call_next)
-            if handlers is None:
-                others = await run_callbacks(participants, occasion, envelope, call_next, self._delivery, traces)
-                return merge_traces(traces, others)
-            if (fan := begin_fanout(handlers, occasion)) is not None:
+                course = participants.course(event)
+            if not course.inline_alone or not isinstance(call_next, Terminal):
+                return await self._run_stages(course, occasion, call_next)
+            traces: Traces = {}
+            if course.algorithms or self.algorithm_passes != DEFAULT_PASSES:
+                traces = await run_algorithms(course, self._roster.order, occasion, self.offload)
+                course = participants.course(event)
+            handlers: list[Handler] = course.inline
+            if call_next.bus._subscriptions:
+                handlers = [*handlers, *call_next.handlers_for(envelope)]
+            if handlers and (fan := begin_course(course, handlers, occasion)) is not None:
                 await finish_callbacks(fan, participants, traces)
             return traces
         except BaseException as raised:
@@ -240,6 +244,16 @@ class Engine(Generic[StateT]):
             del self._active[dispatch]
             if self._close_timeout is not None and not self._active:
                 await self._fall_idle()
+
+    async def _run_stages(self, course: Course, occasion: Occasion, call_next: CallNext) -> Traces:
+        """Run all the stages that there may be, in their order."""
+        traces: Traces | None = None
+        if occasion.event != "init":
+            traces = await run_algorithms(course, self._roster.order, occasion, self.offload)
+        others = await run_callbacks(course.participants, occasion, call_next, self._delivery, traces)
+        if traces is None:
+            traces = await run_algorithms(course, self._roster.order, occasion, self.offload)
+        return merge_traces(traces, others)
 
     def _admit(self, dispatch: Dispatch) -> None:
         """Refuse an event for a closed engine. What it still waits for, an event or a delivery, may publish."""

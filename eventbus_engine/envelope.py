@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextvars import Context, ContextVar, copy_context
 from datetime import UTC, datetime
 from time import time_ns as wall_clock_ns
@@ -11,18 +11,25 @@ from typing import Any, Self
 
 from opentelemetry import trace as otel
 
+from eventbus_engine._steps import leave_loop
 from eventbus_engine.event import EventName
 from eventbus_engine.lanes import Dispatch
 
-__all__ = ["Envelope", "context_of", "current", "current_dispatch", "current_envelope"]
+__all__ = [
+    "Envelope",
+    "context_of",
+    "current",
+    "current_dispatch",
+    "current_envelope",
+    "enter_apart",
+    "write_envelope",
+]
 
 current: ContextVar[Dispatch | None] = ContextVar("eventbus_engine_dispatch", default=None)
 """The dispatch being handled in this context, and through it those it is nested in."""
 
-
-def current_dispatch() -> Dispatch | None:
-    """The dispatch from whose context this is called, whether it still runs or not."""
-    return current.get()
+current_dispatch: Callable[[], Dispatch | None] = current.get
+"""Gives the dispatch from whose context it is called, whether that still runs or not."""
 
 
 def context_of(dispatch: Dispatch) -> Context:
@@ -30,6 +37,12 @@ def context_of(dispatch: Dispatch) -> Context:
     context = copy_context()
     context.run(current.set, dispatch)
     return context
+
+
+def enter_apart(dispatch: Dispatch) -> None:
+    """Make a dispatch the current one of this context, and let no loop of `engine.sync` seem to drive it."""
+    _ = current.set(dispatch)
+    leave_loop()
 
 
 class _Draft:
@@ -64,17 +77,8 @@ class Envelope(_Draft):
     def __new__(
         cls, event: EventName, payload: Any = None, state: Any = None, key: Hashable = None, source: str | None = None
     ) -> Self:
-        """Write it, then freeze it: changing its class costs a third of going around its own `__setattr__`."""
-        draft: Any = object.__new__(_Draft)
-        draft.event = event
-        draft.payload = payload
-        draft.state = state
-        draft.key = key
-        draft.source = source
-        draft.time_ns = wall_clock_ns()
-        draft._id = draft._traceparent = None
-        draft.__class__ = cls
-        envelope: Self = draft
+        """Write it, with the time that it is now."""
+        envelope: Self = write_envelope(event, payload, state, key, source, cls)  # type: ignore[assignment]
         return envelope
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -107,6 +111,31 @@ class Envelope(_Draft):
 
     def __repr__(self) -> str:
         return f"<Envelope {type(self.event).__name__}.{self.event.name}>"
+
+
+def write_envelope(
+    event: EventName,
+    payload: Any,
+    state: Any,
+    key: Hashable,
+    source: str | None = None,
+    cls: type[Envelope] = Envelope,
+) -> Envelope:
+    """Write an envelope, then freeze it: changing its class costs a third of going around its own `__setattr__`.
+
+    A plain function, because a call of the class costs as much again.
+    """
+    draft: Any = _Draft()
+    draft.event = event
+    draft.payload = payload
+    draft.state = state
+    draft.key = key
+    draft.source = source
+    draft.time_ns = wall_clock_ns()
+    draft._id = draft._traceparent = None
+    draft.__class__ = cls
+    envelope: Envelope = draft
+    return envelope
 
 
 def current_envelope() -> Envelope | None:

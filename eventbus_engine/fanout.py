@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from contextvars import Context, copy_context
 from time import perf_counter, perf_counter_ns
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
 import anyio.lowlevel
@@ -23,7 +23,10 @@ from eventbus_engine.limits import check_step, step_checker, time_limit
 from eventbus_engine.relay import find_relay
 from eventbus_engine.telemetry.spans import Activity
 
-__all__ = ["FanOut", "begin_fanout", "run_fanout"]
+if TYPE_CHECKING:
+    from eventbus_engine.participants import Course
+
+__all__ = ["FanOut", "begin_course", "run_fanout"]
 
 log: logging.Logger = logging.getLogger("eventbus_engine")
 
@@ -43,54 +46,49 @@ async def run_fanout(
     copy of the context at fan-out, and is in a task of its own from when it first suspends. Cancellation reaches all of
     them, and is waited for.
     """
-    fan = begin_fanout(handlers, occasion, rest)
-    if fan is None:
-        return []
-    if fan.unfinished:
-        await fan.run_async()
-    elif rest is not None:
-        await rest()
-    return fan.failures()
+    return await FanOut(handlers, occasion, rest).finish() if handlers or rest is not None else []
 
 
-def begin_fanout(handlers: Sequence[Handler], occasion: Occasion, rest: Rest | None = None) -> FanOut | None:
-    """Call the plain functions that come first; None if that was all there is, and none of them failed."""
-    if not handlers and rest is None:
-        return None
-    fan = None
-    if occasion.tracer is None:
-        arguments = occasion.arguments
-        occasion.since = 0
-        before = perf_counter()
-        for at, handler in enumerate(handlers):
-            if handler.is_async:
-                fan = FanOut(handlers, occasion, rest, at)
-                break
-            occasion.now = handler
-            error = None
-            try:
-                result = handler.call(*arguments[handler.takes])
-            except Exception as raised:
-                result, error = None, raised
+def begin_course(course: Course, handlers: Sequence[Handler], occasion: Occasion) -> FanOut | None:
+    """Call the plain hooks that come first; None if that was all there is, and none of them failed.
+
+    What is different from one hook to the next has been worked out with the course: this loop runs on every event.
+
+    Args:
+        course: of the event.
+        handlers: its inline callbacks, and what comes behind them.
+        occasion: the event.
+    """
+    if occasion.tracer is not None or not course.first:
+        return FanOut(handlers, occasion, patience=course.patience)
+    state, logger, closely, fan = occasion.state, occasion.logger, course.closely, None
+    occasion.since = 0
+    start = before = perf_counter()
+    for hook, call in course.first:
+        occasion.now = hook
+        try:
+            result = call(state, logger)
+        except Exception as error:
+            fan, result = FanOut(handlers, occasion, at=handlers.index(hook), patience=course.patience), error
+        if closely:
             # One look at the clock for each: the end of one is the beginning of the next.
             began, before = before, perf_counter()
-            if before - began > handler.blocks_after:
-                check_step(handler, occasion.event, before - began)
-            if error is not None:
-                fan = FanOut(handlers, occasion, rest, at + 1)
-                fan.fail(at, error)
+            check_step(hook, occasion.event, before - began)
+        if result is not None:
+            if fan is not None:
+                fan.fail(fan.at, result)
+                fan.at += 1
                 break
-            if result is not None and isinstance(result, Awaitable):
-                fan = FanOut(handlers, occasion, rest, at)
+            if isinstance(result, Awaitable):
+                fan = FanOut(handlers, occasion, at=handlers.index(hook), patience=course.patience)
                 fan.begun = result, None
                 break
-            if handler.heeded:
-                handler.owner.succeeded()
-        occasion.now = None
-        if fan is None and rest is not None:
-            fan = FanOut(handlers, occasion, rest, len(handlers))
-    else:
-        fan = FanOut(handlers, occasion, rest)
+    occasion.now = None
+    took = perf_counter() - start
+    if closely or took > course.patience:
+        course.took(took)
+    if fan is None and len(handlers) > len(course.first):
+        fan = FanOut(handlers, occasion, at=len(course.first), patience=course.patience)
     return fan
 
 
@@ -104,17 +102,26 @@ class FanOut:
         at: the next one to start.
         begun: what the plain function at `at` has returned, if that has to be awaited.
         base: the context that every async one starts from.
+        patience: seconds past which one of them may have held up the event loop.
     """
 
-    __slots__ = ("at", "base", "begun", "errors", "handlers", "occasion", "rest")
+    __slots__ = ("at", "base", "begun", "errors", "handlers", "occasion", "patience", "rest")
 
     base: Context
 
-    def __init__(self, handlers: Sequence[Handler], occasion: Occasion, rest: Rest | None = None, at: int = 0) -> None:
+    def __init__(
+        self,
+        handlers: Sequence[Handler],
+        occasion: Occasion,
+        rest: Rest | None = None,
+        at: int = 0,
+        patience: float = 0.0,
+    ) -> None:
         self.handlers: Sequence[Handler] = handlers
         self.occasion: Occasion = occasion
         self.rest: Rest | None = rest
         self.at: int = at
+        self.patience: float = patience
         self.begun: Begun | None = None
         self.errors: dict[int, Exception] | None = None
 
@@ -141,7 +148,8 @@ class FanOut:
                 if self.begun is None and handler.heeded:
                     handler.owner.succeeded()
             after = perf_counter()
-            check_step(handler, occasion.event, after - before)
+            if after - before > handler.blocks_after:
+                check_step(handler, occasion.event, after - before)
             if self.begun is not None:
                 break
             self.at += 1
@@ -165,7 +173,16 @@ class FanOut:
     @property
     def unfinished(self) -> bool:
         """Whether something has to be awaited, once the plain functions that come next have been called."""
-        return self.begun is not None or self.call_plain()
+        handlers, at = self.handlers, self.at
+        return self.begun is not None or (at < len(handlers) and (handlers[at].is_async or self.call_plain()))
+
+    async def finish(self) -> list[tuple[Handler, Exception]]:
+        """Run what is left, and return what failed, in the order of the handlers."""
+        if self.unfinished:
+            await self.run_async()
+        elif self.rest is not None:
+            await self.rest()
+        return self.failures()
 
     async def run_async(self) -> None:
         """Run what is left, from `at` on, which is the first that has to be awaited."""

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import anyio
 
 from eventbus_engine._steps import need_loop
-from eventbus_engine.errors import CallbackErrors, HandlerCancelledError, HandlerTimeoutError
+from eventbus_engine.errors import CallbackErrors, DeliveryError, HandlerCancelledError, HandlerTimeoutError
+from eventbus_engine.event import EventName
 from eventbus_engine.telemetry.spans import Activity, EngineTracer, Template, handler_template
 
 if TYPE_CHECKING:
-    from eventbus_engine.event import EventName
     from eventbus_engine.lanes import Dispatch
     from eventbus_engine.trace import Outcome
 
@@ -30,9 +30,11 @@ __all__ = [
     "Owner",
     "add_note",
     "judge",
+    "moment",
     "open_span",
     "outcome_of",
     "raise_failures",
+    "told",
 ]
 
 HOOK: Final = 0
@@ -47,8 +49,8 @@ class Owner(Protocol):
     def succeeded(self) -> None:
         """It ran to its end."""
 
-    def settle(self, error: Exception, event: EventName) -> bool:
-        """It failed: True if the event fails for it, False if its owner has seen to that."""
+    def settle(self, error: Exception, when: str) -> bool:
+        """It failed, at a `moment`: True if the event fails for it, False if its owner has seen to that."""
         ...
 
 
@@ -65,9 +67,11 @@ class Handler:
         owner: who decides about its failures; None: the event fails.
         heeded: whether the owner wants to hear of each success as well.
         blocks_after: seconds past which its owner's `blocked(seconds, event)` hears that it has held up the event loop.
+        opens: whether it is a callback's `open`, which is called before an event and not for it.
 
     Attributes:
-        suspends: whether it did the last time, or has not been called yet.
+        suspends: whether it did the last time, has not been called yet, or is suspect: each of its steps is timed.
+        suspect: whether it was among several that have held up the event loop, one of them at least.
     """
 
     __slots__ = (
@@ -76,7 +80,9 @@ class Handler:
         "heeded",
         "is_async",
         "name",
+        "opens",
         "owner",
+        "suspect",
         "suspends",
         "takes",
         "templates",
@@ -94,6 +100,7 @@ class Handler:
         owner: Owner | None = None,
         heeded: bool = False,
         blocks_after: float = math.inf,
+        opens: bool = False,
     ) -> None:
         self.name: str = name
         self.call: Callable[..., Any] = call
@@ -103,7 +110,9 @@ class Handler:
         self.owner: Any = owner
         self.heeded: bool = heeded
         self.blocks_after: float = blocks_after
+        self.opens: bool = opens
         self.suspends: bool = True
+        self.suspect: bool = False
         self.templates: dict[EventName, Template] = {}
 
 
@@ -120,7 +129,10 @@ class Occasion:
     """One event as its handlers see it.
 
     Attributes:
-        arguments: what handlers are called with, by what they take.
+        event: the event.
+        envelope: as plain subscribers get it.
+        state: what handlers get for the state.
+        logger: what they log to.
         dispatch: the event being handled; None when the engine closes.
         tracer: what opens their spans, if anything does.
         context: what they start from instead of the caller's: that of the event, for background delivery.
@@ -133,33 +145,42 @@ class Occasion:
         tasks: the async callbacks that have suspended: name, start and span.
     """
 
+    event: EventName
+    envelope: Any
+    state: Any
+    logger: Any
+    dispatch: Dispatch | None
+    tracer: EngineTracer | None
+    whole: Activity | None
+    thread: int
     # What few events need takes neither time nor room in the others.
     context: Context | None = None
     copies: dict[str, Any] | None = None
-    whole: Activity | None = None
     now: Named | None = None
     since: int = 0
     span: Activity | None = None
     tasks: dict[object, tuple[str, int, Activity | None]] | None = None
 
-    def __init__(
-        self,
+    @staticmethod
+    def begin(
         envelope: Any,
         state: Any,
         logger: Any,
         dispatch: Dispatch | None,
         tracer: EngineTracer | None = None,
-    ) -> None:
-        event: EventName = envelope.event
-        self.event: EventName = event
-        self.arguments: tuple[tuple[Any, Any], tuple[EventName, Any, Any], tuple[Any]] = (
-            (state, logger),
-            (event, state, logger),
-            (envelope,),
-        )
-        self.dispatch: Dispatch | None = dispatch
-        self.tracer: EngineTracer | None = tracer
-        self.thread: int = get_ident()
+        whole: Activity | None = None,
+    ) -> Occasion:
+        """A new one. No `__init__`, because calling a class that has one costs half as much again."""
+        occasion = Occasion()
+        occasion.event, occasion.envelope, occasion.state, occasion.logger = envelope.event, envelope, state, logger
+        occasion.dispatch, occasion.tracer, occasion.whole = dispatch, tracer, whole
+        occasion.thread = get_ident()
+        return occasion
+
+    @property
+    def arguments(self) -> tuple[tuple[Any, Any], tuple[EventName, Any, Any], tuple[Any]]:
+        """What handlers are called with, by what they take."""
+        return (self.state, self.logger), (self.event, self.state, self.logger), (self.envelope,)
 
     def begin_task(self, key: object, name: str, since: int, span: Activity | None = None) -> None:
         """Note an async callback that has a task of its own."""
@@ -201,19 +222,42 @@ def raise_failures(
     """
     counted: list[Exception] = []
     for handler, error in failures:
-        add_note(error, f"in callback {handler.name} on {event.name}")
-        if handler.owner is None or handler.owner.settle(error, event):
+        add_note(error, f"in callback {handler.name} {moment(event, handler)}")
+        if handler.owner is None or handler.owner.settle(error, moment(event, handler)):
             counted.append(error)
     counted += others
     if counted:
         names = "1 callback" if len(counted) == 1 else f"{len(counted)} callbacks"
-        raise CallbackErrors(f"{names} failed on {event.name}", counted)
+        # What is opened together is nothing but opened, so that the first of them stands for all.
+        first = failures[0][0] if failures else None
+        raise CallbackErrors(f"{names} failed {moment(event, first)}", counted)
 
 
 def add_note(error: BaseException, note: str) -> None:
     """Add a note to an exception, unless its class is frozen."""
     with suppress(AttributeError, TypeError):
         error.add_note(note)
+
+
+def moment(event: EventName | str, handler: Handler | None = None) -> str:
+    """When a handler failed, in words: on an event, in opening before it, or what stands in for one says so itself."""
+    if handler is not None and handler.opens:
+        return f"in open, before {event.name}" if isinstance(event, EventName) else "in open"
+    return f"on {event.name}" if isinstance(event, EventName) else str(event)
+
+
+def told(error: Exception, *, sends: bool = False) -> tuple[str, Exception | None]:
+    """What to log of a failure: what goes behind the message, and the error if its traceback is to be logged.
+
+    A far side that is down, refuses or does not answer is nothing unforeseen: what such an error says is all there is.
+
+    Args:
+        error: the failure.
+        sends: whether it is of something that sends records, so that what takes too long is a far side.
+    """
+    known = isinstance(error, DeliveryError) and error.retryable
+    final = isinstance(error, DeliveryError) or (sends and isinstance(error, HandlerTimeoutError))
+    return (f": {error}", None) if known or (final and error.__cause__ is None) else ("", error)
 
 
 def outcome_of(error: BaseException | None) -> Outcome:
@@ -238,7 +282,7 @@ def judge(handler: Handler, event: EventName, raised: BaseException) -> tuple[Ba
     # A handler that only cancelled itself is in no scope that is cancelled.
     if not isinstance(raised, cancelled) or anyio.current_effective_deadline() == -math.inf:
         return raised, raised
-    error = HandlerCancelledError(f"callback {handler.name} cancelled itself on {event.name}")
+    error = HandlerCancelledError(f"callback {handler.name} cancelled itself {moment(event, handler)}")
     error.__cause__ = raised
     return error, None
 

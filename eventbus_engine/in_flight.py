@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from time import perf_counter_ns, time_ns
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from eventbus_engine.handlers import ENVELOPE, Handler, Occasion
+from eventbus_engine.handlers import Handler, Occasion
 
 if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
@@ -65,7 +65,7 @@ def read_in_flight(dispatches: Iterable[Occasion], deliveries: Iterable[Occasion
         found.append(InFlight(kind, name, occasion.event, elapsed, background, occasion.thread, ids, since, execution))
 
     def published(occasion: Occasion) -> int:
-        published_ns: int = occasion.arguments[ENVELOPE][0].time_ns
+        published_ns: int = occasion.envelope.time_ns
         return published_ns - _EPOCH
 
     for occasion in dispatches:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
+from types import coroutine
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from eventbus_engine.event import EventName
     from eventbus_engine.handlers import Handler
 
-__all__ = ["Timed", "check_step", "step_checker", "time_limit"]
+__all__ = ["check_step", "step_checker", "time_limit", "timed"]
 
 
 @contextmanager
@@ -44,31 +45,28 @@ def check_step(handler: Handler, event: EventName, seconds: float) -> None:
         handler.owner.blocked(seconds, event)
 
 
-class Timed(Generator[Any, Any, Any]):
-    """Awaits what an async handler has to do, and tells its owner if a step of it holds up the event loop too long."""
-
-    __slots__ = ("_coroutine", "_event", "_handler")
-
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], handler: Handler, event: EventName) -> None:
-        self._coroutine = coroutine
-        self._handler = handler
-        self._event = event
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return self
-
-    def send(self, value: Any) -> Any:
-        """Take a step."""
-        before = perf_counter()
-        try:
-            return self._coroutine.send(value)
-        finally:
-            if (seconds := perf_counter() - before) > self._handler.blocks_after:
-                self._handler.owner.blocked(seconds, self._event)
-
-    def throw(self, kind: Any, value: Any = None, traceback: Any = None) -> Any:
-        """Raise an exception where it is suspended."""
-        return self._coroutine.throw(kind if value is None else value)
+@coroutine
+def timed(steps: Any, handler: Handler, event: EventName) -> Generator[Any, Any, Any]:
+    """Await the coroutine of a handler, and tell its owner if a step of it holds up the event loop too long."""
+    send = step = steps.send
+    value: Any = None
+    before = perf_counter()
+    try:
+        while True:
+            yielded = step(value)
+            if (seconds := perf_counter() - before) > handler.blocks_after:
+                handler.owner.blocked(seconds, event)
+            try:
+                step, value = send, (yield yielded)
+            except BaseException as error:
+                step, value = steps.throw, error
+            before = perf_counter()
+    except StopIteration as stop:
+        return stop.value
+    finally:
+        value = None  # an exception that is raised from here holds this frame
+        if (seconds := perf_counter() - before) > handler.blocks_after:
+            handler.owner.blocked(seconds, event)
 
 
 def step_checker(handler: Handler, event: EventName) -> Callable[[float], None] | None:

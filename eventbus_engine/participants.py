@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 from eventbus_engine._options import (
     free_name,
@@ -26,7 +29,8 @@ from eventbus_engine.callback import (
 from eventbus_engine.entries import AlgorithmEntry, CallbackEntry
 from eventbus_engine.errors import HandlerTypeError
 from eventbus_engine.event import EventName, resolve_event
-from eventbus_engine.handlers import Handler
+from eventbus_engine.handlers import HOOK, Handler
+from eventbus_engine.limits import check_step
 from eventbus_engine.logger import is_destination
 from eventbus_engine.passes import ConflictWarning, check_constraints, find_conflicts
 
@@ -35,11 +39,65 @@ __all__ = ["Course", "Participants"]
 log: logging.Logger = logging.getLogger("eventbus_engine")
 
 
-class Course(NamedTuple):
-    """The callbacks with a hook for one event: those it waits for, and those in the background."""
+class Course:
+    """The way of one event through the participants, worked out once.
 
-    inline: list[Handler]
-    background: list[Handler]
+    Args:
+        participants: whose callbacks these are.
+        event: the event.
+
+    Attributes:
+        algorithms: all of them, each with its `match` and its key in the traces.
+        inline: the callbacks with a hook for it that it waits for.
+        background: those with a hook for it in the background.
+        inline_alone: whether those inline are all there is besides the algorithms, and come behind them.
+        first: the plain hooks that those inline begin with, each with what to call with `(state, logger)`.
+        closely: whether to look at the clock after each of those, rather than after all of them.
+        patience: seconds past which one of those inline may have held up the event loop.
+    """
+
+    __slots__ = (
+        "_event",
+        "_has_been_slow",
+        "algorithms",
+        "background",
+        "closely",
+        "first",
+        "inline",
+        "inline_alone",
+        "participants",
+        "patience",
+    )
+
+    def __init__(self, participants: Participants, event: EventName) -> None:
+        self.participants: Participants = participants
+        self.algorithms: list[tuple[AlgorithmEntry, Callable[[Any, Any], Any], str]] = [
+            (entry, entry.match, entry.keys[event]) for entry in participants.algorithms
+        ]
+        self.inline: list[Handler] = [hook for hook in participants.inline_hooks(event) if hook.owner.ready]
+        self.background: list[Handler] = participants.background_hooks(event)
+        self.inline_alone: bool = not (self.background or participants.destinations or event == "init")
+        plain = itertools.takewhile(lambda hook: not (hook.is_async or hook.heeded), self.inline)
+        self.first: list[tuple[Handler, Callable[[Any, Any], Any]]] = [
+            (hook, hook.call if hook.takes == HOOK else partial(hook.call, event)) for hook in plain
+        ]
+        self.closely: bool = True
+        self.patience: float = min((hook.blocks_after for hook in self.inline), default=math.inf)
+        self._event = event
+        self._has_been_slow = False
+
+    def took(self, seconds: float) -> None:
+        """Hear how long its first hooks have taken together, and decide how closely to look the next time.
+
+        A look at the clock costs as much as calling a hook. So once they have all been quick, one is enough for all of
+        them, until it says that something was slow.
+        """
+        if seconds > self.patience:
+            if not self.closely and len(self.first) == 1:
+                check_step(self.first[0][0], self._event, seconds)
+            self.closely = self._has_been_slow = True
+        elif not self._has_been_slow:
+            self.closely = False
 
 
 class Participants:
@@ -98,27 +156,32 @@ class Participants:
         self.departed: list[CallbackEntry] = [e for e in left if e.opened or e.delivery == "background"]
         self.destinations: list[CallbackEntry] = [entry for entry in self.entries if entry.destination]
         watching = [entry for entry in self.entries if not entry.destination]
-        inline = [entry for entry in watching if entry.delivery == "inline"]
-        background = [entry for entry in watching if entry.delivery == "background"]
         self.all_opened: bool = all(entry.opened for entry in self.entries)
-        self._inline = inline
-        self._background = background
-        self._courses: dict[EventName, Course] = {}
+        self._inline = [entry for entry in watching if entry.delivery == "inline"]
+        self._background = [entry for entry in watching if entry.delivery == "background"]
+        self.courses: dict[EventName, Course] = {}
         everything = self.algorithms or self.destinations
         self.heard: frozenset[EventName] = frozenset(
             event for event in events if everything or any(event in entry.hooks for entry in self.entries)
         )
         for entry in self.entries:
-            entry.changed = self._courses.clear
+            entry.changed = self.courses.clear
         self._warn_of_conflicts()
 
     def course(self, event: EventName) -> Course:
         """Who has a hook for an event and gets it. Worked out once, until somebody is opened, closed or dropped."""
-        course = self._courses.get(event)
+        course = self.courses.get(event)
         if course is None:
-            inline = [hook for hook in _hooks_of(self._inline, event) if hook.owner.ready]
-            course = self._courses[event] = Course(inline, _hooks_of(self._background, event))
+            course = self.courses[event] = Course(self, event)
         return course
+
+    def inline_hooks(self, event: EventName) -> list[Handler]:
+        """Those for an event of the callbacks that it waits for, destinations aside."""
+        return _hooks_of(self._inline, event)
+
+    def background_hooks(self, event: EventName) -> list[Handler]:
+        """Those for an event of the callbacks in the background."""
+        return _hooks_of(self._background, event)
 
     def changed(self, algorithms: Sequence[Any], callbacks: Sequence[Any], destinations: Sequence[Any]) -> bool:
         """Whether these are others than the ones seen, by identity."""

@@ -14,7 +14,7 @@ from eventbus_engine.event import EventName
 from eventbus_engine.handlers import add_note
 from eventbus_engine.passes import DEFAULT_PASSES, AlgorithmPass, pass_name
 
-__all__ = ["Move", "Order", "Plan", "arrange", "collect_passes"]
+__all__ = ["NO_ORDER", "Move", "Order", "Plan", "arrange", "collect_passes"]
 
 
 class Move(NamedTuple):
@@ -69,6 +69,10 @@ class Order(NamedTuple):
     entries: tuple[AlgorithmEntry, ...]
     dropped: dict[str, str]
     moves: tuple[Move, ...]
+
+
+NO_ORDER = Order((), {}, ())
+"""That of no algorithms at all."""
 
 
 def arrange(

@@ -16,7 +16,7 @@ import functools
 import math
 import sys
 from asyncio import AbstractEventLoop, Future, Task
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from contextvars import Context, copy_context
 from time import perf_counter, perf_counter_ns
 from types import CoroutineType
@@ -24,11 +24,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
 
-from eventbus_engine.handlers import Handler, judge
-from eventbus_engine.limits import Timed, check_step
+from eventbus_engine.handlers import HOOK, Handler, judge, open_span, outcome_of
+from eventbus_engine.limits import check_step, timed
 
 if TYPE_CHECKING:
+    from eventbus_engine.event import EventName
     from eventbus_engine.fanout import FanOut
+    from eventbus_engine.telemetry.spans import Activity
 
 __all__ = ["Relay", "find_relay"]
 
@@ -64,7 +66,20 @@ class Relay:
         parent: the current task.
     """
 
-    __slots__ = ("_began", "_fan", "_fatal", "_handed_on", "_loop", "_parent", "_pending", "_relayed", "_waiter")
+    __slots__ = (
+        "_began",
+        "_fan",
+        "_fatal",
+        "_first",
+        "_front",
+        "_handed_on",
+        "_loop",
+        "_parent",
+        "_pending",
+        "_waiter",
+    )
+
+    _front: Task[Any]
 
     def __init__(self, fan: FanOut, loop: AbstractEventLoop, parent: Task[Any]) -> None:
         self._fan = fan
@@ -73,112 +88,146 @@ class Relay:
         self._pending: dict[Task[None], anyio.CancelScope] = {}
         self._fatal: BaseException | None = None
         self._handed_on = 0
-        self._began = 0.0
+        self._first, self._began = 0, 0.0
         self._waiter: Future[None] | None = None
-        self._relayed: dict[int, int] | None = None
-        if (dispatch := fan.occasion.dispatch) is not None:
-            dispatch.task_id = dispatch.task_id or id(parent)
-            self._relayed = dispatch.lanes.relayed
+
+    def family(self) -> Iterator[tuple[int, int]]:
+        """The ids of the tasks that it has started and that may still run, each with that of the task it waits in."""
+        for task in (*self._pending, self._front):
+            yield id(task), id(self._parent)
 
     async def run(self) -> BaseException | None:
         """Run them; returns what ended it all before its time: a cancellation, say."""
-        fan = self._fan
+        fan, dispatch = self._fan, self._fan.occasion.dispatch
+        if dispatch is not None:
+            dispatch.task_id = dispatch.task_id or id(self._parent)
+            dispatch.lanes.relays.add(self)
         try:
-            while fan.unfinished:
+            try:
                 self._start()
+                while fan.unfinished:
+                    self._start()
+                if self._pending:
+                    self._waiter = self._loop.create_future()
+                    await self._waiter
+            except BaseException as error:
+                self._fatal = error
             if self._pending:
-                self._waiter = self._loop.create_future()
-                await self._waiter
-        except BaseException as error:
-            self._fatal = error
-        if self._pending:
-            await self._cancel()
+                await self._cancel()
+        finally:
+            if dispatch is not None:
+                dispatch.lanes.relays.discard(self)
         return self._fatal
 
     def _start(self) -> None:
         """Start a task with the handler that comes next; it goes on with those after it while none suspends."""
-        scope, occasion = _cancel_scope(), self._fan.occasion
-        walk, context = self._walk(scope), self._fan.base.copy()
-        task = _start_now(walk, self._loop, self._parent, context)
+        scope, fan, occasion = _scope_class()(), self._fan, self._fan.occasion
+        task = _start_now(self._run_task(scope), self._loop, self._parent, fan.base.copy())
         if task.done():
-            if self._relayed is not None:
-                del self._relayed[id(task)]
             if not task.cancelled() and (error := task.exception()) is not None:
                 raise error
-        else:
-            self._handed_on += 1
-            handler = self._fan.handlers[self._fan.at - 1]
-            if occasion.now is not None and not handler.suspends:
-                check_step(handler, occasion.event, perf_counter() - self._began)
-            handler.suspends = True
-            self._pending[task] = scope
-            if occasion.now is not None:
-                occasion.begin_task(task, occasion.now.name, perf_counter_ns())
-                occasion.now = None
-            task.add_done_callback(self._end)
+            return
+        self._handed_on += 1
+        self._pending[task] = scope
+        self._look_back()
+        if occasion.now is not None:
+            occasion.begin_task(task, occasion.now.name, perf_counter_ns(), occasion.span)
+            occasion.now = None
+        fan.handlers[fan.at - 1].suspends = True
 
-    async def _walk(self, scope: anyio.CancelScope) -> None:
+    async def _run_task(self, scope: anyio.CancelScope) -> None:
+        """What a task does, inside its scope."""
+        task = asyncio.current_task(self._loop)
+        assert task is not None  # noqa: S101 -- it runs in one
+        self._front = task
+        fatal: BaseException | None = None
+        try:
+            with scope:
+                await self._walk(task)
+        except BaseException as error:
+            fatal = error
+            raise
+        finally:
+            self._end(task, fatal)
+
+    async def _walk(self, task: Task[Any]) -> None:
         """Run handlers until one has suspended, or has left something behind that the next one would see."""
         fan, occasion, turn = self._fan, self._fan.occasion, self._handed_on
-        handlers, arguments, plain = fan.handlers, occasion.arguments, occasion.tracer is None
-        task, at, end = asyncio.current_task(self._loop), fan.at, len(fan.handlers)
-        assert task is not None  # noqa: S101 -- it runs in one
-        if self._relayed is not None:
-            self._relayed[id(task)] = id(self._parent)
+        handlers, state, logger, plain = fan.handlers, occasion.state, occasion.logger, occasion.tracer is None
+        at, end = fan.at, len(fan.handlers)
+        awaited, fan.begun = fan.begun, None  # only of the first may anything have been awaited so far
         occasion.since = 0
-        with scope:
-            before = copy_context()
-            while True:
-                handler, awaited = handlers[at], fan.begun
-                fan.at = at = at + 1
-                if plain and awaited is None and handler.timeout is None:
-                    occasion.now = handler
-                    self._began = began = perf_counter()
-                    try:
-                        steps = handler.call(*arguments[handler.takes])
-                        await (self._timed(handler, steps) if handler.suspends else steps)
-                        if handler.heeded:
-                            handler.owner.succeeded()
-                    except BaseException as error:
-                        self._judge(at - 1, handler, error)
-                    if turn != self._handed_on:
-                        return
-                    if handler.suspends:
-                        handler.suspends = False
-                    elif (took := perf_counter() - began) > handler.blocks_after:
-                        check_step(handler, occasion.event, took)
-                else:
-                    fan.begun = None
-                    await fan.run_one(at - 1, awaited, _nothing)
-                    if turn != self._handed_on:
-                        return
-                occasion.now = None
-                if at == end or not handlers[at].is_async or task.cancelling() or copy_context() != before:
+        self._first, self._began, before = at, perf_counter(), copy_context()
+        span: Activity | None = None
+        while True:
+            handler = handlers[at]
+            fan.at = at = at + 1
+            if awaited is None and handler.timeout is None:
+                if not plain:
+                    occasion.span = span = open_span(handler, occasion)
+                occasion.now = handler
+                try:
+                    if handler.takes == HOOK:
+                        steps = handler.call(state, logger)
+                    else:
+                        steps = handler.call(*occasion.arguments[handler.takes])
+                    await (_watched(steps, handler, occasion.event) if handler.suspends else steps)
+                    if handler.heeded:
+                        handler.owner.succeeded()
+                    if span is not None:
+                        span.end("ok")
+                except BaseException as error:
+                    self._judge(at - 1, handler, error, span)
+                if turn != self._handed_on:
                     return
+                handler.suspends = handler.suspect
+            else:
+                occasion.now = None
+                await fan.run_one(at - 1, awaited, _nothing)
+                awaited = None
+                if turn != self._handed_on:
+                    return
+            if at == end or not handlers[at].is_async or task.cancelling() or copy_context() != before:
+                occasion.now = None
+                self._look_back()
+                return
 
-    def _timed(self, handler: Handler, steps: Any) -> Any:
-        """A handler that suspends may hold up the loop whenever it goes on."""
-        if type(steps) is not CoroutineType or handler.blocks_after == math.inf:
-            return steps
-        return Timed(steps, handler, self._fan.occasion.event)
+    def _look_back(self) -> None:
+        """See whether those that a task has run in one step, up to here, have held up the event loop.
 
-    def _judge(self, at: int, handler: Handler, raised: BaseException) -> None:
+        Which of them has, shows as soon as each is timed by itself; until then, that would cost more than calling them.
+        """
+        took, fan = perf_counter() - self._began, self._fan
+        if took > fan.patience:
+            handlers = fan.handlers[self._first : fan.at]
+            if len(handlers) == 1:
+                check_step(handlers[0], fan.occasion.event, took)
+            elif any(took > handler.blocks_after for handler in handlers):
+                for handler in handlers:
+                    handler.suspect = handler.suspends = True
+
+    def _judge(self, at: int, handler: Handler, raised: BaseException, span: Activity | None) -> None:
         """Note what a handler has failed with; what is no failure of its own goes on from here."""
         error, outward = judge(handler, self._fan.occasion.event, raised)
         if isinstance(error, Exception):
             self._fan.fail(at, error)
+        if span is not None:
+            span.end(outcome_of(error), error)
         if outward is not None:
             raise outward
 
-    def _end(self, task: Task[None]) -> None:
-        """Note that a task is done, and wake who waits for the last one."""
-        self._pending.pop(task, None)
+    def _end(self, task: Task[None], fatal: BaseException | None) -> None:
+        """Note that a task is about to be done, and wake who waits for the last one.
+
+        The task says so itself: a callback of its own would come a turn of the event loop later.
+        """
+        if self._pending.pop(task, None) is None:
+            return  # it has not suspended: whoever has started it sees to the rest
         self._fan.occasion.end_task(task)
-        if self._relayed is not None:
-            self._relayed.pop(id(task), None)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if fatal is not None and not isinstance(fatal, asyncio.CancelledError):
             # No Exception: those are kept. It ends the others as well.
-            self._fatal = self._fatal or error
+            self._fatal = self._fatal or fatal
+            task.add_done_callback(Task.exception)  # or asyncio would complain that nobody has asked for it
             self._wake()
         if not self._pending:
             self._wake()
@@ -200,14 +249,15 @@ class Relay:
                     self._fatal = self._fatal or error
 
 
-def _cancel_scope() -> anyio.CancelScope:
-    """A new scope, by way of the class that the event loop's own are of, which is half the price."""
-    return _scope_class()()
-
-
 @functools.cache
 def _scope_class() -> type[anyio.CancelScope]:
+    """The class that the event loop's own cancel scopes are of: to ask for it each time would be twice as dear."""
     return type(anyio.CancelScope())
+
+
+def _watched(steps: Any, handler: Handler, event: EventName) -> Any:
+    """A coroutine that suspends may hold up the loop whenever it goes on."""
+    return timed(steps, handler, event) if type(steps) is CoroutineType else steps
 
 
 def _nothing() -> None:
@@ -230,25 +280,28 @@ else:
 
         __slots__ = ("arguments", "callback", "context", "otherwise")
 
-        def __init__(self, context: Context, otherwise: Callable[..., Any]) -> None:
-            self.context = context
-            self.otherwise = otherwise
+        context: Context
+        otherwise: Callable[..., Any]
+        callback: Callable[..., Any]
+        arguments: tuple[Any, ...]
 
-        def __call__(self, callback: Callable[..., Any], *arguments: Any, context: Context | None = None) -> Any:
+        def take(self, callback: Callable[..., Any], *arguments: Any, context: Context | None = None) -> Any:
             if context is not self.context:  # somebody's finalizer, run by a garbage collection just now
                 return self.otherwise(callback, *arguments, context=context)
-            self.callback = callback
-            self.arguments = arguments
+            self.callback, self.arguments = callback, arguments
             return None
+
+    _CLOSED = {"call_soon": None}  # a loop that nothing can be put into
 
     def _can_start(loop: AbstractEventLoop) -> bool:
         # Not if somebody else has put something in its place.
-        return "call_soon" not in getattr(loop, "__dict__", {"call_soon": None})
+        return "call_soon" not in getattr(loop, "__dict__", _CLOSED)
 
     def _start_now(steps: _Coroutine, loop: AbstractEventLoop, parent: Task[Any], context: Context) -> Task[None]:
         """A task whose first step is done: what Python does from 3.12 on."""
-        captured = _Captured(context, loop.call_soon)
-        loop.call_soon = captured  # type: ignore[method-assign, assignment]
+        captured = _Captured()
+        captured.context, captured.otherwise = context, loop.call_soon
+        loop.call_soon = captured.take  # type: ignore[method-assign, assignment]
         try:
             task = Task(steps, loop=loop, context=context)
         finally:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from eventbus_engine._options import read_option
 from eventbus_engine.errors import ConfigurationError
 from eventbus_engine.logger import Logger
-from eventbus_engine.participants import Participants
+from eventbus_engine.participants import Course, Participants
 from eventbus_engine.passes import AlgorithmPass
-from eventbus_engine.plan import Order, arrange, collect_passes
+from eventbus_engine.plan import NO_ORDER, Order, arrange, collect_passes
 
 if TYPE_CHECKING:
     from eventbus_engine.engine import Engine
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_PASSES", "Roster"]
 
 DEFAULT_PASSES: list[AlgorithmPass] = collect_passes(None)
-
-_NO_ORDER = Order((), {}, ())
 
 
 class Roster:
@@ -48,8 +46,20 @@ class Roster:
         self._passes: list[AlgorithmPass] = []
         self._all_pure = True
         self._orders: dict[tuple[Any, ...], Order] = {}
-        self._settled: tuple[Logger | None, Any, int] = None, None, -1
+        # For which of them, and which version of the logger, `latest` is right without another look; none so far.
+        self._logger: Any = self
+        self._state: Any = None
+        self._version: int = -1
         self.latest: Participants = self._gather(None)
+
+    def course(self, event: EventName) -> Course:
+        """The course of an event through the participants as they are now. Raises what `now` does."""
+        engine, logger = self._engine, self._logger
+        if logger is engine.logger and self._state is engine.state and self._version == logger.version:
+            course = self.latest.courses.get(event)
+            if course is not None:
+                return course
+        return self.now().course(event)
 
     def now(self) -> Participants:
         """The participants now.
@@ -57,8 +67,8 @@ class Roster:
         Raises:
             ConfigurationError: something cannot take part, is there twice, or contradicts something else.
         """
-        engine, (logger, state, version) = self._engine, self._settled
-        if logger is not None and logger is engine.logger and state is engine.state and logger.version == version:
+        engine, logger = self._engine, self._logger
+        if logger is engine.logger and self._state is engine.state and self._version == logger.version:
             return self.latest
         latest = self.latest
         if latest.changed(self._live("algorithms"), self._live("callbacks"), self._destinations()):
@@ -66,21 +76,21 @@ class Roster:
             self._orders.clear()
         # What was given to the engine stays, and a logger of ours says when its destinations change.
         if type(engine.logger) is Logger and not self._theirs:
-            self._settled = engine.logger, engine.state, engine.logger.version
+            self._logger, self._state, self._version = engine.logger, engine.state, engine.logger.version
         return latest
 
     def order(self, matched: list[AlgorithmEntry], event: EventName) -> Order:
         """The order of these algorithms, from memory where every pass depends on nothing else."""
         passes = self._engine.algorithm_passes
         if not matched and passes == DEFAULT_PASSES:
-            return _NO_ORDER
+            return NO_ORDER
         if self._passes != passes:
             self._passes = list(passes)
             self._all_pure = all(getattr(one, "pure", False) is True for one in passes)
             self._orders.clear()
         if not self._all_pure:
             return arrange(matched, event, passes, self.latest.algorithms)
-        key = event, *map(id, matched)
+        key = event, *matched
         order = self._orders.get(key)
         if order is None:
             order = self._orders[key] = arrange(matched, event, passes, self.latest.algorithms)
@@ -112,6 +122,7 @@ class Roster:
         """The destinations of the logger now."""
         logger = self._engine.logger
         if isinstance(logger, Logger):
+            logger.staged = True
             return logger.destinations
         listed = read_option(logger, "destinations", ())
         return listed if isinstance(listed, Sequence) else ()

@@ -11,12 +11,13 @@ from typing import Any, TypeAlias
 from eventbus_engine.entries import AlgorithmEntry
 from eventbus_engine.errors import AsyncMatchError
 from eventbus_engine.event import EventName
-from eventbus_engine.handlers import EVENT, Occasion, add_note, outcome_of
+from eventbus_engine.handlers import Occasion, add_note, outcome_of
 from eventbus_engine.limits import time_limit
 from eventbus_engine.logger import Logger
-from eventbus_engine.plan import Order
-from eventbus_engine.telemetry.spans import Activity, Template, handler_template
-from eventbus_engine.trace import Trace, Traces, step_of
+from eventbus_engine.participants import Course
+from eventbus_engine.plan import NO_ORDER, Order
+from eventbus_engine.telemetry.spans import EngineTracer, Template, handler_template
+from eventbus_engine.trace import Trace, Traces, new_trace, step_of
 
 __all__ = ["Offload", "attach_traces", "matches", "run_algorithms"]
 
@@ -26,13 +27,7 @@ Offload: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
 Arrange: TypeAlias = Callable[[list[AlgorithmEntry], EventName], Order]
 
 
-async def run_algorithms(
-    entries: Sequence[AlgorithmEntry],
-    arrange: Arrange,
-    occasion: Occasion,
-    dispatch_span: Activity | None,
-    offload: Offload | None,
-) -> Traces:
+async def run_algorithms(course: Course, arrange: Arrange, occasion: Occasion, offload: Offload | None) -> Traces:
     """Run the algorithms that match, in the order that `arrange` gives them, in the caller's task and context.
 
     Returns:
@@ -41,41 +36,45 @@ async def run_algorithms(
     Raises:
         Exception: whatever an algorithm, its `match` or a pass raised, with the traces so far as `exc.traces`.
     """
-    event, state, logger = occasion.arguments[EVENT]
-    traces: Traces = {}
+    event, state, logger = occasion.event, occasion.state, occasion.logger
+    cls, new = Trace, new_trace
+    ran: Traces = {}
+    traces: Traces = {}  # of those that did not match, until there are others
     matched: list[AlgorithmEntry] = []
-    unmatched: list[AlgorithmEntry] = []
-    order = Order((), {}, ())
-    left: Sequence[AlgorithmEntry] = unmatched
+    order = NO_ORDER
     entry: AlgorithmEntry | None = None
     try:
-        for entry in entries:
-            result = entry.match(event, state)
+        for entry, match, key in course.algorithms:
+            result = match(event, state)
             if result is True or (result is not False and is_match(entry, result)):
                 matched.append(entry)
             else:
-                unmatched.append(entry)
+                # Written by hand: the call of a class with ten arguments would be half as dear again.
+                traces[key] = trace = new(cls)
+                trace.name = entry.name
+                trace.event = event
+                trace.run = False
+                trace.outcome = "skipped"
+                trace.reason = "not matched"
+                trace.exit_code = trace.order = trace.error = None
+                trace.start_ns = trace.duration_ns = 0
         entry = None
         order = arrange(matched, event)
         if order.entries:
-            # The wall clock once, a monotonic one within.
-            offset = time_ns() - perf_counter_ns()
-            for position, one in enumerate(order.entries):
-                trace = traces[one.key(event)] = Trace(one.name, event, None, position, True, "ok")
-                await _apply(one, trace, offset, occasion, offload)
-        if order.dropped:
-            left = entries
+            await _apply_all(order.entries, ran, occasion, offload)
+        if order.dropped or len(order.entries) != len(matched):
+            traces = _complete(ran, traces, course.participants.algorithms, order.dropped, event)
+        elif ran:
+            traces = {**ran, **traces}
     except BaseException as error:
         if entry is not None and isinstance(error, Exception):
             add_note(error, f"in match of algorithm {entry.name} on {event.name}")
-        left = [*entries, *order.entries]
+        traces = _complete(ran, traces, [*course.participants.algorithms, *order.entries], order.dropped, event)
         attach_traces(error, traces)
         raise
     finally:
-        if left:
-            _complete(traces, left, unmatched, order.dropped, event)
-        span = dispatch_span if dispatch_span is not None and dispatch_span.recording else None
-        if span is not None and (skipped := [trace.name for trace in traces.values() if not trace.run]):
+        span = occasion.whole
+        if span and span.recording and (skipped := [trace.name for trace in traces.values() if not trace.run]):
             span.set("eventbus.skipped", skipped)
         if traces and isinstance(logger, Logger) and logger.destinations and logger.takes("log_traces"):
             logger.log_traces(traces, step=step_of(event, state))
@@ -109,48 +108,63 @@ def is_match(entry: AlgorithmEntry, result: object) -> bool:
     return bool(result)
 
 
-async def _apply(entry: AlgorithmEntry, trace: Trace, offset: int, occasion: Occasion, offload: Offload | None) -> None:
-    """Run one algorithm, and note in its trace how that went."""
-    tracer, span = occasion.tracer, None
-    if tracer is not None and tracer.spans:
-        template = entry.templates.get(occasion.event) or _template_of(entry, occasion)
-        span = tracer.open(template, order=trace.order)
-    occasion.now, occasion.span = entry, span
-    occasion.since = started = perf_counter_ns()
-    trace.start_ns = started + offset
-    try:
-        if entry.is_async and entry.timeout is None:
-            if occasion.dispatch is None or occasion.dispatch.task_id is None:
-                await occasion.enter_task()
-            trace.exit_code = await entry.apply(*occasion.arguments[EVENT])
-        else:
-            trace.exit_code = await _call(entry, occasion, offload)
-    except BaseException as error:
-        trace.error, trace.outcome = error, outcome_of(error)
-        add_note(error, f"in algorithm {entry.name} on {occasion.event.name}")
-        raise
-    finally:
-        trace.duration_ns = perf_counter_ns() - started
-        occasion.now = None
-        if span is not None:
-            if isinstance(trace.exit_code, int):
-                span.set("eventbus.exit_code", trace.exit_code)
-            span.end(trace.outcome, trace.error)
-        elif tracer is not None:
-            tracer.measured(_template_of(entry, occasion), trace.duration_ns, trace.outcome, trace.error)
+async def _apply_all(
+    entries: Sequence[AlgorithmEntry], ran: Traces, occasion: Occasion, offload: Offload | None
+) -> None:
+    """Run algorithms one after another, and note in the trace of each how that went."""
+    event, state, logger = occasion.event, occasion.state, occasion.logger
+    dispatch, tracer = occasion.dispatch, occasion.tracer
+    now = perf_counter_ns()
+    offset = time_ns() - now  # the wall clock once, a monotonic one within
+    for position, entry in enumerate(entries):
+        trace = ran[entry.keys[event]] = Trace(entry.name, event, None, position, True, "ok")
+        # Without spans nothing happens between two of them: the end of one is the beginning of the next.
+        if tracer is not None:
+            occasion.span = span = tracer.open(_template_of(entry, event), order=position) if tracer.spans else None
+            now = (span is not None and span.began) or perf_counter_ns()
+        occasion.now, occasion.since = entry, now
+        started = now
+        trace.start_ns = started + offset
+        try:
+            if entry.is_async and entry.timeout is None:
+                if dispatch is None or dispatch.task_id is None:
+                    await occasion.enter_task()
+                trace.exit_code = await entry.apply(event, state, logger)
+            else:
+                trace.exit_code = await _call(entry, occasion, offload)
+        except BaseException as error:
+            trace.error, trace.outcome = error, outcome_of(error)
+            add_note(error, f"in algorithm {entry.name} on {event.name}")
+            raise
+        finally:
+            now = perf_counter_ns()
+            trace.duration_ns = now - started
+            occasion.now = None
+            if tracer is not None:
+                _end_span(entry, trace, occasion, tracer, now)
 
 
-def _template_of(entry: AlgorithmEntry, occasion: Occasion) -> Template:
-    template = entry.templates.get(occasion.event)
+def _end_span(entry: AlgorithmEntry, trace: Trace, occasion: Occasion, tracer: EngineTracer, now: int) -> None:
+    """End the span of an algorithm, at the time of its trace, or measure it where spans are not wanted."""
+    span = occasion.span
+    if span is None:
+        tracer.measured(_template_of(entry, occasion.event), trace.duration_ns, trace.outcome, trace.error)
+        return
+    if isinstance(trace.exit_code, int):
+        span.set("eventbus.exit_code", trace.exit_code)
+    span.end(trace.outcome, trace.error, now)
+
+
+def _template_of(entry: AlgorithmEntry, event: EventName) -> Template:
+    template = entry.templates.get(event)
     if template is None:
-        template = handler_template("algorithm", entry.name, occasion.event, entry.apply)
-        entry.templates[occasion.event] = template
+        template = entry.templates[event] = handler_template("algorithm", entry.name, event, entry.apply)
     return template
 
 
 async def _call(entry: AlgorithmEntry, occasion: Occasion, offload: Offload | None) -> Any:
     """Call what is plain, here or off the loop, or has a limit."""
-    arguments = occasion.arguments[EVENT]
+    arguments = occasion.event, occasion.state, occasion.logger
     if entry.is_async:
         await occasion.enter_task()
         with time_limit(entry.timeout or 0, f"algorithm {entry.name} did not finish {occasion.event.name}"):
@@ -167,19 +181,20 @@ async def _call(entry: AlgorithmEntry, occasion: Occasion, offload: Offload | No
 
 
 def _complete(
-    traces: Traces,
-    left: Sequence[AlgorithmEntry],
-    unmatched: Sequence[AlgorithmEntry],
+    ran: Traces,
+    unmatched: Traces,
+    entries: Sequence[AlgorithmEntry],
     dropped: Mapping[str, str],
     event: EventName,
-) -> None:
-    """Add those of `left` that did not run, each with its reason."""
-    out = unmatched if left is unmatched else frozenset(unmatched)
-    for entry in left:
-        key = entry.key(event)
+) -> Traces:
+    """What ran, then those of `entries` that did not, each with its reason."""
+    traces = dict(ran)
+    for entry in entries:
+        key = entry.keys[event]
         if key not in traces:
-            reason = dropped.get(entry.name) or ("not matched" if out is left or entry in out else "not reached")
+            reason = dropped.get(entry.name) or ("not matched" if key in unmatched else "not reached")
             traces[key] = Trace(entry.name, event, None, None, False, "skipped", reason)
+    return traces
 
 
 def attach_traces(error: BaseException, traces: Traces) -> None:

@@ -4,34 +4,23 @@ from __future__ import annotations
 
 import logging
 
-from eventbus_engine.bus import CallNext
+from eventbus_engine.bus import CallNext, Terminal
 from eventbus_engine.delivery import Delivery, Room
-from eventbus_engine.destinations import delivery_handler, discard
+from eventbus_engine.destinations import Rows, delivery_handler, discard
 from eventbus_engine.envelope import Envelope
 from eventbus_engine.errors import CallbackErrors, DeadlockError
-from eventbus_engine.fanout import FanOut, run_fanout
-from eventbus_engine.handlers import HOOK, Handler, Occasion, raise_failures
+from eventbus_engine.fanout import FanOut, begin_course, run_fanout
+from eventbus_engine.handlers import Handler, Occasion, raise_failures
+from eventbus_engine.logger import Logger
 from eventbus_engine.participants import Participants
 from eventbus_engine.sequence import attach_traces
 from eventbus_engine.trace import Traces
 
-__all__ = ["merge_traces", "run_callbacks"]
+__all__ = ["finish_callbacks", "merge_traces", "run_callbacks"]
 
 log: logging.Logger = logging.getLogger("eventbus_engine")
 
 Failures = list[tuple[Handler, Exception]]
-
-
-def only_inline(participants: Participants, envelope: Envelope, call_next: CallNext) -> list[Handler] | None:
-    """The callbacks and subscribers of an event, if that is all there is behind its algorithms; else None."""
-    subscribers = getattr(call_next, "handlers_for", None)
-    if participants.destinations or subscribers is None:
-        return None
-    inline, background = participants.course(envelope.event)
-    if background:
-        return None
-    found: list[Handler] = subscribers(envelope)
-    return [*inline, *found] if found else inline
 
 
 async def finish_callbacks(fan: FanOut, participants: Participants, traces: Traces) -> None:
@@ -40,16 +29,13 @@ async def finish_callbacks(fan: FanOut, participants: Participants, traces: Trac
     Raises:
         CallbackErrors: once all of them are done.
     """
-    if fan.unfinished:
-        await fan.run_async()
-    if failures := fan.failures():
+    if failures := await fan.finish():
         _raise(_in_order(failures, participants), None, fan.occasion, traces)
 
 
 async def run_callbacks(
     participants: Participants,
     occasion: Occasion,
-    envelope: Envelope,
     call_next: CallNext,
     delivery: Delivery,
     traces: Traces | None = None,
@@ -58,8 +44,7 @@ async def run_callbacks(
 
     Args:
         participants: of the engine.
-        occasion: the event as its handlers see it.
-        envelope: the event as the chain sees it.
+        occasion: the event.
         call_next: the rest of the chain.
         delivery: takes the events of the background callbacks.
         traces: of the algorithms; None on INIT, where they are still to run.
@@ -76,16 +61,16 @@ async def run_callbacks(
     full: list[Room] = []
     if traces is None:
         failures += await _run_destinations(participants, occasion, delivery, full)
-    handlers, background = participants.course(occasion.event)
-    for hook in background:
-        full += delivery.post(hook, occasion)
+    course = participants.course(occasion.event)
+    for hook in course.background:
+        full += delivery.post(hook.owner, hook, occasion)
     chain: _Chain | None = None
-    subscribers = getattr(call_next, "handlers_for", None)
-    if subscribers is None:
-        chain = _Chain(call_next, envelope)
-        failures += await run_fanout(handlers, occasion, chain.run)
+    if isinstance(call_next, Terminal):
+        fan = begin_course(course, [*course.inline, *call_next.handlers_for(occasion.envelope)], occasion)
+        failures += [] if fan is None else await fan.finish()
     else:
-        failures += await run_fanout([*handlers, *subscribers(envelope)], occasion)
+        chain = _Chain(call_next, occasion.envelope)
+        failures += await run_fanout(course.inline, occasion, chain.run)
     if traces is not None and participants.destinations:
         failures += await _run_destinations(participants, occasion, delivery, full)
     # Last, so that a full mailbox holds up the next event of its publisher and nothing of this one.
@@ -101,17 +86,22 @@ async def _run_destinations(
     participants: Participants, occasion: Occasion, delivery: Delivery, full: list[Room]
 ) -> Failures:
     """Hand every destination what was logged for it since the last event, then call its hook."""
-    _, logger = occasion.arguments[HOOK]
+    logger = occasion.logger
     handlers: list[Handler] = []
     for entry in participants.destinations:
         if entry.quarantined:
             discard(entry, logger)
             continue
         hook = entry.hooks.get(occasion.event)
-        handler, records = delivery_handler(entry, hook, logger)
-        if handler is not None and entry.delivery == "background":
-            full += delivery.post(handler, occasion, records, counts_itself=hook is not None)
-        elif handler is not None and entry.opened:
+        pending = logger.pending(entry.callback) if isinstance(logger, Logger) else None
+        if hook is None and not pending:
+            continue
+        if entry.delivery == "background":
+            # It takes the records along, so that the mailbox bounds them too.
+            full += delivery.post(entry, hook, occasion, pending)
+        elif entry.opened:
+            handler = delivery_handler(entry, hook, pending, pending, Rows()) if pending else hook
+            assert handler is not None  # noqa: S101 -- one of the two there is
             handlers.append(handler)
     return await run_fanout(handlers, occasion) if handlers else []
 

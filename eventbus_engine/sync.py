@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterator
 from concurrent.futures import Future
 from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,7 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 from anyio.lowlevel import current_token
 
-from eventbus_engine._steps import Rest, leave_loop, steps_of, without_loop
+from eventbus_engine._steps import leave_loop, without_loop
+from eventbus_engine.closing import closing_engine
+from eventbus_engine.envelope import current
 from eventbus_engine.errors import SyncUsageError
 
 if TYPE_CHECKING:
@@ -30,6 +33,13 @@ __all__ = ["LoopThread", "SyncEngine"]
 log: logging.Logger = logging.getLogger("eventbus_engine")
 
 T = TypeVar("T")
+
+TURNS = 4
+"""Turns of the private loop that are made before a runner takes over, which has Ctrl-C cancel what waits there.
+
+An async handler that does not suspend takes one, and one that suspends once takes four. Until then Ctrl-C is raised
+where it hits, as in any plain program: to redirect it and back takes as long as all of these turns together.
+"""
 
 GRACE = 0.5
 """Seconds that what has been told to end gets for it, however little of the deadline is left."""
@@ -52,32 +62,33 @@ class SyncEngine:
         self._turn = threading.Lock()
         self._runner: asyncio.Runner | None = None
         self._thread: LoopThread | None = None
+        engine._delivery.start_thread = self._loop_thread
 
-    def run_event(self, event: EventName | str, state: Any = None) -> Traces:
+    def run_event(self, event: EventName | str, state: Any = None, *, key: Hashable = None) -> Traces:
         """Like `Engine.run_event`, blocking.
 
         Raises:
             SyncUsageError: called from one of the engine's own handlers; await `engine.run_event` there.
         """
-        return self._run(lambda: self._engine.run_event(event, state))
+        return self._run(self._engine.run_event(event, state, key=key))
 
     @contextlib.contextmanager
-    def pair(self, event: EventName | str, state: Any = None) -> Iterator[Pair]:
+    def pair(self, event: EventName | str, state: Any = None, *, key: Hashable = None) -> Iterator[Pair]:
         """Like `Engine.pair`, as a plain context manager."""
-        pair = self._engine.pair(event, state)
-        self._run(pair.__aenter__)
+        pair = self._engine.pair(event, state, key=key)
+        self._run(pair.__aenter__())
         try:
             yield pair
         except BaseException as error:
             raised = error
-            self._run(lambda: pair.__aexit__(type(raised), raised, raised.__traceback__))
+            self._run(pair.__aexit__(type(raised), raised, raised.__traceback__))
             raise
-        self._run(lambda: pair.__aexit__(None, None, None))
+        self._run(pair.__aexit__(None, None, None))
 
     def close(self, timeout: float = 10.0) -> CloseReport:
         """Like `Engine.close`, blocking; also ends the private event loop and the loop thread."""
         deadline = time.monotonic() + timeout
-        report = self._run(lambda: self._engine.close(timeout))
+        report = self._run(self._engine.close(timeout))
         with self._turn:
             if self._runner is not None:
                 # On a thread without a loop, whatever runs on this one.
@@ -90,50 +101,62 @@ class SyncEngine:
                 self._thread = None
         return report
 
-    def _run(self, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        if self._engine._inside():
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if (current.get() is not None or closing_engine.get() is not None) and self._engine._inside():
+            coroutine.close()
             raise SyncUsageError(
                 "engine.sync was called from one of the engine's own handlers, which would wait for itself; make the "
                 "handler async and await engine.run_event(...) there"
             )
         with self._turn:
-            self._engine._delivery.start_thread = self._loop_thread
-            context = copy_context()
-            context.run(leave_loop)
-            before = dict(context.items())
+            outside = without_loop.get()
             try:
-                return self._step(start(), context)
+                without_loop.set(True)
+                # Plain functions run right here, in the caller's context.
+                coroutine.send(None)
+            except StopIteration as stop:
+                result: T = stop.value
+                return result
+            else:
+                return self._finish(coroutine)
             finally:
-                # Plain functions run in the caller's context, as far as anybody can tell.
-                for variable, value in context.items():
-                    if before.get(variable, self) is not value:
-                        variable.set(value)
+                without_loop.set(outside)
 
-    def _step(self, coroutine: Coroutine[Any, Any, T], context: Context) -> T:
-        """Step the coroutine here; if it turns out to need an event loop, give it one from there on."""
-        steps = steps_of(coroutine)
-        context.run(without_loop.set, True)
+    def _finish(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Give a coroutine that turned out to need an event loop one from there on, in the caller's context as well."""
+        context = copy_context()
+        context.run(leave_loop)
+        before = dict(context.items())
         try:
-            context.run(steps.send, None)
-        except StopIteration as stop:
-            result: T = stop.value
-            return result
-        finally:
-            context.run(without_loop.set, False)
-
-        async def rest() -> T:
-            return await Rest(steps)
-
-        try:
-            if _loop_is_running():
-                return self._loop_thread().run(rest(), context)
-            if self._runner is None:
-                # A factory, because without one the runner would install its loop as this thread's current one.
-                self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-            return self._runner.run(rest(), context=context)
+            return (
+                self._loop_thread().run(coroutine, context) if _loop_is_running() else self._drive(coroutine, context)
+            )
         finally:
             # Interrupted before the loop had it, it would be left half-way.
-            context.run(steps.close)
+            context.run(coroutine.close)
+            for variable, value in context.items():
+                if before.get(variable, self) is not value:
+                    variable.set(value)
+
+    def _drive(self, coroutine: Coroutine[Any, Any, T], context: Context) -> T:
+        """Run it as a task on the private loop."""
+        if self._runner is None:
+            # A factory, because without one the runner would install its loop as this thread's current one.
+            self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        loop = self._runner.get_loop()
+        task = loop.create_task(coroutine, context=context)
+        turns = TURNS
+        try:
+            while turns and not task.done():
+                turns -= 1
+                loop.stop()  # after one turn
+                loop.run_forever()
+        except BaseException:
+            task.cancel()
+            with contextlib.suppress(BaseException):
+                self._runner.run(_result_of(task))
+            raise
+        return task.result() if task.done() else self._runner.run(_result_of(task))
 
     def _loop_thread(self) -> LoopThread:
         if self._thread is None:
@@ -202,7 +225,7 @@ class LoopThread:
             if tasks:
                 tasks[0].cancel()
             else:
-                coroutine.close()
+                context.run(coroutine.close)
                 done.set()
 
         try:
@@ -240,8 +263,20 @@ class LoopThread:
             log.error("a background callback holds up its thread, which is left behind")
 
 
+async def _result_of(task: asyncio.Task[T]) -> T:
+    return await task
+
+
 def _loop_is_running() -> bool:
     """Whether an event loop, of whichever library, is running on this thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return "trio" in sys.modules and _trio_is_running()
+    return True
+
+
+def _trio_is_running() -> bool:
     try:
         current_token()
     except RuntimeError:  # which error of that kind depends on the version of anyio

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from eventbus_engine.event import EventName
 
-__all__ = ["Outcome", "Trace", "Traces", "batches_done", "format_trace", "step_of"]
+__all__ = ["Outcome", "Trace", "Traces", "batches_done", "format_trace", "new_trace", "step_of"]
 
 Outcome: TypeAlias = Literal["ok", "skipped", "failed", "timed_out", "cancelled"]
 
@@ -41,6 +42,9 @@ class Trace:
     start_ns: int = 0
     duration_ns: int = 0
 
+
+new_trace: Callable[[type[Trace]], Trace] = object.__new__
+"""A Trace to be filled in, by who makes a great many."""
 
 Traces: TypeAlias = dict[str, Trace]
 """Ordered: first what ran, in its order, then what did not. The key is `<name>/<EVENT>`: `layer_freezing/EPOCH_END`."""

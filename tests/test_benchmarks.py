@@ -37,3 +37,19 @@ def test_dispatch_is_measured_beside_whichever_peers_there_are(tmp_path: Path) -
     assert "old" not in filled
     assert filled.startswith("before\n<!-- table dispatch -->\n")
     assert filled.endswith("\n<!-- /table -->\nafter\n")
+
+
+def test_the_prototypes_are_measured_beside_their_events(tmp_path: Path) -> None:
+    """They run, each beside the event that it is a part of."""
+    done = subprocess.run(
+        [sys.executable, str(RUN), "prototypes", "--rounds", "2", "--sample-ms", "0.01", "--json", tmp_path / "b.json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "b.json").read_text(encoding="utf-8"))["tables"]["prototypes"]["rows"]
+    assert len(rows) == 10
+    assert all(figures["median"] > 0 for figures in rows.values())

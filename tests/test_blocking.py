@@ -21,9 +21,9 @@ from eventbus_engine import (
     Event,
     HandlerTimeoutError,
     LoggerDestination,
-    callback,
     current_envelope,
 )
+from eventbus_engine.telemetry.provider import RecordingProvider
 from eventbus_engine.testing import FakeAlgorithm, FakeCallback
 
 pytestmark = pytest.mark.anyio
@@ -163,6 +163,44 @@ async def test_a_hook_that_hangs_is_abandoned_counted_and_named(
     assert any("callback blocking has a hook on its thread that has not come back" in line for line in logged(caplog))
     if delivery == "background":
         assert report.deliveries["blocking"].timed_out == 1
+
+
+async def test_in_the_background_waiting_for_the_thread_takes_nothing_of_the_timeout() -> None:
+    """What is behind a hook that hangs has not begun: it waits, and then it is delivered."""
+    blocking = Blocking(delivery="background", timeout=0.02)
+
+    async def second_failure() -> None:
+        while engine.deliveries()["blocking"].timed_out < 2:  # noqa: ASYNC110 -- there is no event for it
+            await anyio.sleep(0.001)
+
+    async with Engine(callbacks=[blocking]) as engine:
+        await engine.run_event("batch_end", object())
+        await wait_for(blocking.entered)
+        for _ in range(3):
+            await engine.run_event("epoch_end", object())
+        with anyio.move_on_after(0.15) as waited:
+            await second_failure()
+        assert engine.deliveries()["blocking"].waiting == 3
+        blocking.release.set()
+        report = await engine.close()
+
+    assert waited.cancelled_caught
+    assert blocking.log == ["open", "batch_end", *["epoch_end none"] * 3, "close", "post_close"]
+    counts = report.deliveries["blocking"]
+    assert (counts.delivered, counts.failed, counts.timed_out) == (3, 1, 1)
+
+
+async def test_what_waits_for_the_thread_is_reported_at_the_deadline_of_close() -> None:
+    """It keeps nobody longer than that."""
+    blocking = Blocking(delivery="background", timeout=0.02)
+    async with Engine(callbacks=[blocking]) as engine:
+        await engine.run_event("batch_end", object())
+        await wait_for(blocking.entered)
+        await engine.run_event("epoch_end", object())
+        report = await engine.close(timeout=0.2)
+    blocking.release.set()
+
+    assert (report.undelivered, report.abandoned) == ({"blocking": 1}, ["blocking"])
 
 
 async def test_what_had_not_begun_when_it_was_given_up_on_is_not_called() -> None:
@@ -329,8 +367,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.mark.parametrize("delivery", ["inline", "background"])
 @pytest.mark.parametrize("where", ["plain", "first step", "later step", "failing", "failing plain"])
+@pytest.mark.parametrize("traced", [False, True])
 async def test_a_hook_that_holds_up_the_event_loop_is_reported_once(
-    where: str, delivery: Any, clock: Clock, caplog: pytest.LogCaptureFixture
+    where: str, delivery: Any, traced: bool, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By its name, with the cure; those before and after it are not taken for it."""
 
@@ -350,7 +389,8 @@ async def test_a_hook_that_holds_up_the_event_loop_is_reported_once(
     hook = plain if "plain" in where else asynchronous
     innocents = [FakeCallback(name=f"innocent {i}") for i in range(2)]
     culprit = FakeCallback(name="culprit", hook=hook, delivery=delivery, on_error="log")
-    async with Engine(callbacks=[innocents[0], culprit, innocents[1]]) as engine:
+    provider = RecordingProvider([]) if traced else None
+    async with Engine(callbacks=[innocents[0], culprit, innocents[1]], tracer_provider=provider) as engine:
         for event in ("init", "fit_start", "epoch_start"):
             await engine.run_event(event, object())
 
@@ -362,25 +402,65 @@ async def test_a_hook_that_holds_up_the_event_loop_is_reported_once(
     ]
 
 
+@pytest.mark.parametrize("kind", ["plain", "async"])
 async def test_a_hook_that_holds_up_the_event_loop_later_on_is_reported_then(
-    clock: Clock, caplog: pytest.LogCaptureFixture
+    kind: str, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was quick so far, and did not suspend."""
     calls = 0
 
-    @callback()
-    async def culprit(event: Event, state: Any, logger: Any) -> None:
+    def plain(event: Event, state: Any, logger: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == 3:
             clock.block()
 
+    async def asynchronous(event: Event, state: Any, logger: Any) -> None:
+        plain(event, state, logger)
+
+    culprit = FakeCallback(name="culprit", hook=plain if kind == "plain" else asynchronous)
     async with Engine(callbacks=[culprit]) as engine:
         for _ in range(4):
             await engine.run_event("epoch_start", object())
 
     (line,) = logged(caplog)
     assert line.startswith("callback culprit held up the event loop for 0.25 s on EPOCH_START")
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+async def test_of_many_hooks_the_one_that_does_so_again_is_reported(
+    kind: str, anyio_backend: str, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once they have been quick, they are timed together; from when that was long, each by itself for good."""
+    calls = 0
+
+    def block() -> None:
+        nonlocal calls
+        calls += 1
+        if calls in {3, 6}:
+            clock.block()
+
+    def plain(event: Event, state: Any, logger: Any) -> None:
+        block()
+
+    async def asynchronous(event: Event, state: Any, logger: Any) -> None:
+        block()
+
+    async def nothing(event: Event, state: Any, logger: Any) -> None: ...
+
+    others = [FakeCallback(hook=nothing if kind == "async" else None) for _ in range(2)]
+    culprit = FakeCallback(name="culprit", hook=plain if kind == "plain" else asynchronous)
+    async with Engine(callbacks=[others[0], culprit, others[1]]) as engine:
+        lines: list[int] = []
+        for _ in range(7):
+            await engine.run_event("epoch_start", object())
+            lines.append(len(logged(caplog)))
+
+    (line,) = logged(caplog)
+    assert line.startswith("callback culprit held up the event loop for 0.25 s on EPOCH_START")
+    # In a task group, each has a task of its own, and is timed in it.
+    first = 3 if (kind, anyio_backend) == ("async", "trio") else 6
+    assert lines == [int(number >= first) for number in range(1, 8)]
 
 
 async def test_waiting_is_not_blocking(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:

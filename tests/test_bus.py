@@ -441,6 +441,32 @@ async def test_rule_3_subscribers_are_called_with_one_envelope() -> None:
     assert (got[0].event, got[0].payload, got[0].state, got[0].key) == (Shop.ORDER, {"n": 1}, state, "k")
 
 
+async def test_rule_3_a_plain_subscriber_may_return_an_awaitable() -> None:
+    """Which is awaited, whatever the one before it has raised and the ones after it do."""
+    log: list[str] = []
+    bus = EventBus()
+
+    async def later() -> None:
+        await anyio.lowlevel.checkpoint()
+        log.append("awaited")
+
+    def fail(envelope: Envelope) -> None:
+        raise KeyError("bad")
+
+    bus.subscribe(lambda _: later(), Shop.ORDER)
+    bus.subscribe(lambda _: log.append("plain"), Shop.ORDER)
+    await bus.publish(Shop.ORDER)
+    first = bus.subscribe(fail, Till.ORDER)
+    bus.subscribe(lambda _: later(), Till.ORDER)
+    with pytest.raises(CallbackErrors) as caught:
+        await bus.publish(Till.ORDER)
+    first.cancel()
+    await bus.publish(Till.ORDER)
+
+    assert [type(error) for error in caught.value.exceptions] == [KeyError]
+    assert sorted(log) == ["awaited", "awaited", "awaited", "plain"]
+
+
 async def test_rule_3_no_events_means_all_of_them() -> None:
     """Otherwise those named only, a member or a name of a vocabulary on the bus; members are told by identity."""
     every, some = list[EventName](), list[EventName]()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,16 @@ def test_every_snippet_runs_and_prints_what_the_page_says(page: Path, tmp_path: 
     printed = {number: text for number, _, text in (part.partition("\n") for part in done.stdout.split(MARK)[1:])}
     for number, output in expected.items():
         assert printed[str(number)].rstrip() == output.rstrip()
+
+
+def test_the_readme_names_every_extra() -> None:
+    """All but what the package itself is developed and measured with."""
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        extras = set(tomllib.load(file)["project"]["optional-dependencies"])
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    install = readme.partition("## Install")[2].partition("\n## ")[0]
+
+    assert set(re.findall(r"eventbus-engine\[(\w+)\]|^\| `(\w+)` \|", install, re.MULTILINE)) == {
+        ("all", ""),
+        *(("", extra) for extra in extras - {"all", "bench", "dev"}),
+    }

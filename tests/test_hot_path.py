@@ -9,8 +9,11 @@ from functools import partial
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 
 from eventbus_engine import Algorithm, Engine, Event, EventBus
+from eventbus_engine.telemetry.provider import RecordingProvider
+from eventbus_engine.telemetry.sampling import EveryNth
 
 EVENT = Event.BATCH_START
 EVENTS = 20
@@ -39,9 +42,27 @@ class NoOp(Algorithm[Any, Any]):
     async def apply(self, event: Any, state: Any, logger: Any) -> None: ...
 
 
-def run(callbacks: Sequence[Any] = (), algorithms: Sequence[Any] = ()) -> Callable[[], Awaitable[Any]]:
+def run(
+    callbacks: Sequence[Any] = (), algorithms: Sequence[Any] = (), tracer_provider: Any = None
+) -> Callable[[], Awaitable[Any]]:
     """An engine's dispatch."""
-    return partial(Engine(object(), callbacks=callbacks, algorithms=algorithms).run_event, EVENT)
+    engine = Engine(object(), callbacks=callbacks, algorithms=algorithms, tracer_provider=tracer_provider)
+    return partial(engine.run_event, EVENT)
+
+
+def not_sampled() -> RecordingProvider:
+    """Records nothing."""
+    return RecordingProvider([], sampler=ParentBased(ALWAYS_OFF))
+
+
+def every_other() -> RecordingProvider:
+    """Records half of the events, so that its cost is half of both."""
+    return RecordingProvider([], sampler=EveryNth(2))
+
+
+def recorded() -> RecordingProvider:
+    """Records all of them."""
+    return RecordingProvider([])
 
 
 def publish(count: int) -> Callable[[], Awaitable[Any]]:
@@ -56,14 +77,20 @@ def publish(count: int) -> Callable[[], Awaitable[Any]]:
 # algorithm). Lower a number when the path gets shorter. Raise one only for something that is worth it on every event
 # of every user, and say in the commit what.
 MOST_CALLS: dict[str, tuple[Callable[[], Callable[[], Awaitable[Any]]], int]] = {
-    "nothing": (run, 14),
-    "64 callbacks without the hook": (lambda: run(callbacks=[Idle() for _ in range(64)]), 14),
-    "8 plain callbacks": (lambda: run(callbacks=[Plain() for _ in range(8)]), 50),
-    "8 async callbacks": (lambda: run(callbacks=[Async() for _ in range(8)]), 162),
-    "32 async callbacks": (lambda: run(callbacks=[Async() for _ in range(32)]), 282),
-    "8 matching algorithms": (lambda: run(algorithms=[NoOp(number) for number in range(8)]), 123),
-    "8 algorithms that do not match": (lambda: run(algorithms=[NoOp(number, False) for number in range(8)]), 88),
-    "1 plain subscriber": (lambda: publish(1), 22),
+    "nothing": (run, 7),
+    "64 callbacks without the hook": (lambda: run(callbacks=[Idle() for _ in range(64)]), 7),
+    "8 plain callbacks": (lambda: run(callbacks=[Plain() for _ in range(8)]), 32),
+    "8 async callbacks": (lambda: run(callbacks=[Async() for _ in range(8)]), 128),
+    "32 async callbacks": (lambda: run(callbacks=[Async() for _ in range(32)]), 200),
+    "8 matching algorithms": (lambda: run(algorithms=[NoOp(number) for number in range(8)]), 79),
+    "8 algorithms that do not match": (lambda: run(algorithms=[NoOp(number, False) for number in range(8)]), 42),
+    "1 plain subscriber": (lambda: publish(1), 13),
+    "nothing, not sampled": (lambda: run(tracer_provider=not_sampled()), 13),
+    "8 plain callbacks, not sampled": (lambda: run([Plain() for _ in range(8)], [], not_sampled()), 46),
+    "8 plain callbacks, every other recorded": (lambda: run([Plain() for _ in range(8)], [], every_other()), 133),
+    "8 plain callbacks, recorded": (lambda: run([Plain() for _ in range(8)], [], recorded()), 213),
+    "8 async callbacks, recorded": (lambda: run([Async() for _ in range(8)], [], recorded()), 279),
+    "8 matching algorithms, recorded": (lambda: run([], [NoOp(number) for number in range(8)], recorded()), 241),
 }
 
 

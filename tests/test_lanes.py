@@ -63,6 +63,24 @@ class Gate:
         self.log.append(f"{envelope.payload} out")
 
 
+class Paired(EventName):
+    """A vocabulary with a pair."""
+
+    BEFORE_WRITE = "before_write"
+    AFTER_WRITE = "after_write"
+
+
+class Through(Callback[Any]):
+    """Sends every first half through a gate."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+
+    async def before_write(self, state: Any, logger: Any) -> None:
+        """Wait there."""
+        await self.gate(Envelope(Paired.BEFORE_WRITE, state))
+
+
 async def publish_in_order(
     group: TaskGroup, publish: Callable[..., Awaitable[Any]], *payloads: Any, **where: Any
 ) -> None:
@@ -104,6 +122,46 @@ async def test_rule_4_9_one_at_a_time_in_the_order_of_publishing(where: dict[str
 
     assert before == ["1 in"]
     assert gate.log == ["1 in", "1 out", "2 in", "2 out", "3 in", "3 out", "4 in", "4 out"]
+
+
+@pytest.mark.parametrize("how", ["run_event", "pair"])
+async def test_rule_4_9_an_engine_takes_keys(how: str) -> None:
+    """Two records that are one small number are of one lane, unless each has a key; two that share a key wait."""
+    gate = Gate()
+    engine = Engine(events=Paired, callbacks=[Through(gate)])
+
+    async def handle(number: int, key: str | None) -> None:
+        if how == "run_event":
+            await engine.run_event(Paired.BEFORE_WRITE, number, key=key)
+        else:
+            async with engine.pair(Paired.BEFORE_WRITE, number, key=key):
+                pass
+
+    counts: list[int] = []
+    for one, other in ((None, None), ("a", "b"), ("a", "a")):
+        gate.log.clear()
+        gate.open[7] = anyio.Event()
+        async with anyio.create_task_group() as group:
+            group.start_soon(handle, 7, one)
+            await settle()
+            group.start_soon(handle, 7, other)
+            await settle()
+            counts.append(len(gate.log))
+            gate.open[7].set()
+
+    assert counts == [1, 2, 1]
+
+
+async def test_rule_4_9_both_halves_of_a_pair_are_of_its_key() -> None:
+    """The second too: nothing of the same key gets in between its handlers."""
+    keys: list[Any] = []
+    engine = Engine(events=Paired)
+    engine.bus.subscribe(lambda envelope: keys.append((envelope.event, envelope.key)))
+
+    async with engine.pair(Paired.BEFORE_WRITE, key="a"):
+        pass
+
+    assert keys == [(Paired.BEFORE_WRITE, "a"), (Paired.AFTER_WRITE, "a")]
 
 
 async def test_rule_4_9_different_lanes_run_concurrently() -> None:

@@ -25,6 +25,7 @@ from eventbus_engine.telemetry import PrivateIdGenerator, configure
 from eventbus_engine.telemetry.exporters import OtlpExporter
 from eventbus_engine.telemetry.provider import RecordingProvider
 from eventbus_engine.telemetry.recorder import Recorder
+from eventbus_engine.telemetry.sampling import EveryNth
 from eventbus_engine.telemetry.spans import ApiTracer, code_name
 from eventbus_engine.telemetry.wire import Records
 
@@ -674,6 +675,53 @@ async def test_rule_7_8_a_recorder_asks_the_sampler_once_a_root() -> None:
     assert inside == [False] * 3
     assert exporter.kept == []
     assert otel.get_current_span() is otel.INVALID_SPAN
+
+
+async def test_rule_6_6_an_event_that_nobody_hears_costs_nothing_where_nothing_is_sampled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither with a sampler that never takes anything, nor below a root that has been refused."""
+    opened: list[str] = []
+    real = Recorder.open
+
+    def opening(recorder: Recorder, template: Any, **options: Any) -> Any:
+        opened.append(template.name)
+        return real(recorder, template, **options)
+
+    monkeypatch.setattr(Recorder, "open", opening)
+    never = RecordingProvider([], sampler=ParentBased(ALWAYS_OFF))
+    await Engine(events=Tick, tracer_provider=never).run_event(Tick.TICK)
+    unheard = list(opened)
+
+    second = RecordingProvider([], sampler=EveryNth(2))
+    engine = Engine(events=Tick, tracer_provider=second)
+    for _ in range(2):
+        opened.append("|")
+        async with engine.pair(Tick.BEFORE_WRITE):
+            await engine.run_event(Tick.TICK)
+    processed = RecordingProvider([], sampler=ALWAYS_OFF)
+    processed.add_span_processor(SimpleSpanProcessor(InMemorySpanExporter()))
+    opened.append("|")
+    await Engine(events=Tick, tracer_provider=processed).run_event(Tick.TICK)
+    for provider in (never, second, processed):
+        provider.shutdown()
+
+    kept = ["write", "dispatch before_write", "dispatch tick", "dispatch after_write"]
+    assert unheard == []
+    assert opened == ["|", *kept, "|", "write", "|", "dispatch tick"]
+
+
+async def test_rule_7_7_a_trace_and_its_span_have_one_clock() -> None:
+    """To the nanosecond, as both come from the same two looks at it."""
+    exporter = Keep()
+    provider = RecordingProvider([exporter])
+    engine = Engine(events=Tick, algorithms=[Step("a"), Step("b")], tracer_provider=provider)
+    traces = await engine.run_event(Tick.TICK)
+    provider.force_flush()
+    provider.shutdown()
+    taken = {span.name: (span.end_time or 0) - (span.start_time or 0) for span in exporter.kept}
+
+    assert [taken["algorithm a"], taken["algorithm b"]] == [trace.duration_ns for trace in traces.values()]
 
 
 async def test_rule_7_7_a_processor_of_the_users_sees_spans_live() -> None:

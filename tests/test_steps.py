@@ -7,11 +7,9 @@ from collections.abc import Generator
 from contextvars import copy_context
 from typing import Any
 
-import anyio
-import anyio.lowlevel
 import pytest
 
-from eventbus_engine._steps import FirstStep, Rest, leave_loop, need_loop, steps_of, without_loop
+from eventbus_engine._steps import FirstStep, leave_loop, need_loop, steps_of, without_loop
 
 
 class Yielding:
@@ -121,23 +119,6 @@ def test_an_iterator_without_send_will_do() -> None:
     with pytest.raises(StopIteration):
         coroutine.send(None)
     assert log == ["suspended"]
-
-
-@pytest.mark.anyio
-async def test_the_rest_of_a_coroutine_can_be_awaited_after_steps_by_hand() -> None:
-    """What was begun without an event loop goes on under one, and its result arrives."""
-
-    async def work() -> str:
-        await need_loop()
-        await anyio.lowlevel.checkpoint()
-        return "done"
-
-    context = copy_context()
-    steps = steps_of(work())
-    context.run(without_loop.set, True)
-    assert context.run(steps.send, None) is None
-
-    assert await Rest(steps) == "done"
 
 
 @pytest.mark.anyio

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import subprocess
 import sys
@@ -157,6 +158,20 @@ def test_context_variables_are_the_callers_after_an_async_event_too(state: Simpl
 
 
 @pytest.mark.usefixtures("no_loop")
+def test_a_context_variable_can_be_reset_in_a_later_event(state: SimpleNamespace) -> None:
+    """Its token belongs to the caller's context, and so do plain handlers."""
+    tokens = [request.set("before")]
+    undo = FakeAlgorithm(match="fit_start", apply=lambda *_: request.reset(tokens.pop()))
+    mark = FakeAlgorithm(match="init", apply=lambda *_: tokens.append(request.set("by the algorithm")))
+    engine = Engine(state, algorithms=[mark, undo])
+    engine.sync.run_event("init")
+    during = request.get()
+    engine.sync.run_event("fit_start")
+
+    assert (during, request.get()) == ("by the algorithm", "before")
+
+
+@pytest.mark.usefixtures("no_loop")
 def test_a_failure_reads_as_if_nothing_were_between(state: SimpleNamespace) -> None:
     """From the caller's line to the handler's, with its notes, and no other exception behind it."""
 
@@ -218,6 +233,29 @@ def test_async_participants_run_on_the_calling_thread(state: SimpleNamespace) ->
     assert (len(loops), {loop.is_closed() for loop in loops}, report.ok) == (1, {True}, True)
     with pytest.raises(RuntimeError):
         asyncio.get_running_loop()
+
+
+def test_an_event_that_does_not_wait_needs_no_more_than_the_loop(
+    state: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A runner would redirect Ctrl-C for each. What a handler looks at is as true as under one."""
+
+    async def look(event: EventName, state: Any, logger: Any) -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        state.log.append((loop, loop.is_running() and task in asyncio.all_tasks(), anyio.get_current_task().id))
+
+    async def look_and_turn(event: EventName, state: Any, logger: Any) -> None:
+        await look(event, state, logger)
+        await asyncio.sleep(0)
+
+    monkeypatch.delattr(asyncio.Runner, "run")
+    callbacks = [FakeCallback(hook=look_and_turn), FakeCallback(hook=look_and_turn)]
+    engine = Engine(state, algorithms=[FakeAlgorithm(apply=look)], callbacks=callbacks)
+    engine.sync.run_event("batch_end")
+    engine.sync.close()
+    loops, truths, tasks = zip(*state.log, strict=True)
+
+    assert (len(set(loops)), truths, len(set(tasks))) == (1, (True, True, True), 3)
 
 
 def test_in_a_thread_it_is_the_same(state: SimpleNamespace) -> None:
@@ -294,6 +332,20 @@ def test_a_middleware_of_the_users_own_gets_a_loop(state: SimpleNamespace) -> No
     engine.sync.close()
 
     assert traces["fake/INIT"].exit_code == 1
+
+
+def test_an_event_and_a_pair_take_a_key() -> None:
+    """As on an event loop."""
+    keys: list[Any] = []
+    engine = Engine()
+    engine.bus.subscribe(lambda envelope: keys.append(envelope.key))
+
+    engine.sync.run_event(Event.INIT, 7, key="a")
+    with engine.sync.pair(Event.BEFORE_LOSS, 7, key="b"):
+        pass
+    engine.sync.close()
+
+    assert keys == ["a", "b", "b"]
 
 
 def test_events_nest_and_lanes_hold(state: SimpleNamespace) -> None:
@@ -925,19 +977,73 @@ def test_an_interrupt_that_comes_before_the_loop_has_anything_leaves_nothing_eit
 ) -> None:
     """The moment between the two cannot be hit on purpose with a signal, so here the loop itself raises."""
 
-    def interrupted(runner: Any, coroutine: Any, *, context: Any) -> None:
-        coroutine.close()
+    def interrupted(loop: asyncio.BaseEventLoop) -> None:
+        patch.undo()
         raise KeyboardInterrupt
 
     engine = Engine(state, algorithms=[FakeAlgorithm(apply=look_around)])
     with monkeypatch.context() as patch:
-        patch.setattr(asyncio.Runner, "run", interrupted)
+        patch.setattr(asyncio.BaseEventLoop, "run_forever", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.sync.run_event("init")
 
-    assert (len(engine.bus._lanes), len(engine._active), current_envelope()) == (0, 0, None)
+    assert (state.log, len(engine.bus._lanes), len(engine._active), current_envelope()) == ([], 0, 0, None)
     engine.sync.run_event("init")
     assert engine.sync.close().ok
+
+
+def test_an_interrupt_in_something_else_on_the_loop_cancels_the_event(state: SimpleNamespace) -> None:
+    """What an earlier event has left there gets its turn as well, and may be what a signal hits."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    async def leave(event: EventName, state: Any, logger: Any) -> None:
+        asyncio.get_running_loop().call_later(0, interrupt)
+
+    async def suspend(event: EventName, state: Any, logger: Any) -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            state.log.append("out")
+
+    engine = Engine(
+        state, algorithms=[FakeAlgorithm(match="init", apply=leave), FakeAlgorithm(match="fit_start", apply=suspend)]
+    )
+    engine.sync.run_event("init")
+    with pytest.raises(KeyboardInterrupt):
+        engine.sync.run_event("fit_start")
+
+    assert (state.log, len(engine.bus._lanes), len(engine._active), current_envelope()) == (["out"], 0, 0, None)
+    assert engine.sync.close().ok
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_an_interrupt_in_a_handler_cancels_the_others_of_its_event(
+    turns: int, state: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether it has suspended by then or not; nothing is left to be told of, by the loop least of all."""
+
+    async def interrupted(event: EventName, state: Any, logger: Any) -> None:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        raise KeyboardInterrupt
+
+    async def other(event: EventName, state: Any, logger: Any) -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            state.log.append("out")
+
+    engine = Engine(state, callbacks=[FakeCallback(hook=other), FakeCallback(hook=interrupted)])
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            engine.sync.run_event("batch_end")
+    report = engine.sync.close()
+    gc.collect()
+
+    assert (state.log, len(engine.bus._lanes), len(engine._active), current_envelope()) == (["out"] * 2, 0, 0, None)
+    assert (report.ok, caplog.messages) == (True, [])
 
 
 def test_an_interrupt_that_comes_before_the_loop_thread_has_anything_does_not_hang(

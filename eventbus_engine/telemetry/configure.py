@@ -159,14 +159,14 @@ def current_provider() -> TracerProvider | None:
     """The provider that spans should go to: the one under `configure`, or a global one somebody else has set.
 
     Returns:
-        None if tracing is not configured, so that spans need not be made at all. Costs a tenth of a microsecond.
+        None if tracing is not configured, so that spans need not be made at all.
     """
     if _GLOBAL.active is not None:
         return _GLOBAL.active
     # Where the API keeps what has been set. Asking it is many times as dear: it reads the environment every time.
-    if getattr(trace, "_TRACER_PROVIDER", _GLOBAL) is None and _GLOBAL.asked:
+    if _GLOBAL.asked and trace._TRACER_PROVIDER is None:
         return None
-    _GLOBAL.asked = True
+    _GLOBAL.asked = hasattr(trace, "_TRACER_PROVIDER")  # or never, by another version of the API
     provider = trace.get_tracer_provider()
     if provider is _GLOBAL or isinstance(provider, (ProxyTracerProvider, NoOpTracerProvider)):
         return None

@@ -337,9 +337,9 @@ class _Timed(Activity):
     def rename(self, name: str) -> None:
         """Forget it."""
 
-    def end(self, outcome: Outcome, error: BaseException | None = None) -> None:
+    def end(self, outcome: Outcome, error: BaseException | None = None, at: int = 0) -> None:
         """Take down how long it was."""
-        self.outcomes.add(perf_counter_ns() - self.start, outcome, error)
+        self.outcomes.add((at or perf_counter_ns()) - self.start, outcome, error)
 
 
 class _TimedSpan(_Timed):
@@ -378,7 +378,7 @@ class _TimedSpan(_Timed):
         """Give the span another name."""
         self.inner.rename(name)
 
-    def end(self, outcome: Outcome, error: BaseException | None = None) -> None:
+    def end(self, outcome: Outcome, error: BaseException | None = None, at: int = 0) -> None:
         """Take down how long it was, and end the span."""
-        super().end(outcome, error)
-        self.inner.end(outcome, error)
+        super().end(outcome, error, at)
+        self.inner.end(outcome, error, at)

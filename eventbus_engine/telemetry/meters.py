@@ -40,22 +40,26 @@ class MeterSource:
     Args:
         engine: the engine.
         provider: a provider of the engine's own; None follows the global one.
+
+    Attributes:
+        found: the provider's own metrics, None while there is no provider.
+        look_in: events until it looks for a global provider again; 0 once it has found one.
     """
 
-    __slots__ = ("_engine", "_found", "_inner", "_look_in", "_metrics", "_timer")
+    __slots__ = ("_engine", "_inner", "_metrics", "_timer", "found", "look_in")
 
     def __init__(self, engine: Engine[Any], provider: MeterProvider | None) -> None:
         self._engine = weakref.ref(engine)
         # An engine's own, or the global one's; for good, as the API lets that be set once.
-        self._found: EngineMetrics | None = _metrics_of(provider) if provider is not None else None
-        self._look_in = 0
+        self.found: EngineMetrics | None = _metrics_of(provider) if provider is not None else None
+        self.look_in: int = 0
         self._metrics: EngineMetrics | None = None
         self._inner: EngineTracer | None = None
         self._timer: EngineTracer | None = None
 
     def around(self, tracer: EngineTracer | None) -> EngineTracer | None:
         """What opens spans with this tracer and measures them; the tracer itself while nobody asked for metrics."""
-        metrics = self._found or CONFIGURED.metrics
+        metrics = self.found or CONFIGURED.metrics
         if metrics is None and (metrics := self._look()) is None:
             return tracer
         if metrics is not self._metrics or tracer is not self._inner:
@@ -63,13 +67,15 @@ class MeterSource:
         return self._timer
 
     def _look(self) -> EngineMetrics | None:
-        if self._look_in:
-            self._look_in -= 1
+        if self.look_in:
+            self.look_in -= 1
             return None
-        self._look_in = _LOOK_EVERY
-        if (provider := global_meter_provider()) is not None:
-            self._found = _metrics_of(provider)
-        return self._found
+        provider = global_meter_provider()
+        if provider is None:
+            self.look_in = _LOOK_EVERY
+        else:
+            self.found = _metrics_of(provider)
+        return self.found
 
     def _switch(self, metrics: EngineMetrics, tracer: EngineTracer | None) -> None:
         engine = self._engine()

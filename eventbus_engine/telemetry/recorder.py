@@ -22,6 +22,7 @@ from eventbus_engine.telemetry.records import (
     current_context,
     set_context,
 )
+from eventbus_engine.telemetry.sampling import quick_verdict
 from eventbus_engine.telemetry.spans import Activity, EngineTracer, Template
 from eventbus_engine.telemetry.tail import HeldRoot
 
@@ -34,8 +35,10 @@ if TYPE_CHECKING:
 __all__ = ["Failure", "RecordedEvent", "RecordedSpan", "Recorder"]
 
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED | TraceFlags.RANDOM_TRACE_ID)
+_UNSAMPLED = TraceFlags(TraceFlags.RANDOM_TRACE_ID)
 _NO_STATE = TraceState()
 _new: Callable[[type[RecordedSpan]], RecordedSpan] = object.__new__
+_new_silent: Callable[[type[_SampledOut]], _SampledOut] = object.__new__
 # Where a context keeps the root that everything in it will follow, also below spans of the user's.
 _HELD = create_key("eventbus-held-root")
 
@@ -56,6 +59,10 @@ class _Nothing(Activity):
         """False."""
         return False
 
+    def below(self, tracer: EngineTracer) -> EngineTracer | None:
+        """None."""
+        return None
+
     @property
     def span_context(self) -> SpanContext:
         """That of the span around it."""
@@ -67,21 +74,35 @@ class _Nothing(Activity):
     def rename(self, name: str) -> None:
         """Forget it."""
 
-    def end(self, outcome: Outcome, error: BaseException | None = None) -> None:
+    def end(self, outcome: Outcome, error: BaseException | None = None, at: int = 0) -> None:
         """Nothing comes of it."""
 
 
-class _SampledOut(_Nothing):
-    """The root of a trace that is not recorded: current, so that nothing below it is recorded either."""
+class _SampledOut(NonRecordingSpan, _Nothing):
+    """The root of a trace that is not recorded: current, so that nothing below it is recorded either.
 
-    __slots__ = ("_context", "_outer")
-    _context: Context
+    At once what user code finds as its span. Its ids are drawn when somebody asks for them.
+    """
+
+    __slots__ = ("_bits", "_known", "_outer")
+    _bits: Callable[[int], int]
+    _known: SpanContext | None
     _outer: Context
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        """Nothing: it has been filled in already when `Activity(...)` returns it."""
+
+    def get_span_context(self) -> SpanContext:
+        """Its ids, not sampled."""
+        if self._known is None:
+            ids = self._bits(128) or 1, self._bits(64) or 1
+            self._known = SpanContext(*ids, False, _UNSAMPLED, _NO_STATE)
+        return self._known
 
     def enter(self) -> None:
         """Make it current here."""
-        self._outer = current_context()
-        set_context(self._context)
+        self._outer = outer = current_context()
+        set_context(Context({**outer, SPAN_KEY: self}))
 
     def leave(self) -> None:
         """Make current again what was so before."""
@@ -89,16 +110,18 @@ class _SampledOut(_Nothing):
 
     @property
     def span_context(self) -> SpanContext:
-        """Its ids, not sampled."""
-        return otel.get_current_span(self._context).get_span_context()
+        """What others link to."""
+        return self.get_span_context()
 
-    def end(self, outcome: Outcome, error: BaseException | None = None) -> None:
-        """Nothing comes of it."""
-        set_context(self._outer)
+    def end(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, outcome: Outcome | int | None = None, error: BaseException | None = None, at: int = 0
+    ) -> None:
+        """Nothing comes of it. Without an outcome it is a user who has found it, and is not to end it."""
+        if type(outcome) is str:
+            set_context(self._outer)
 
-
-class _UnsampledSpan(NonRecordingSpan):
-    """Marks a context in which nothing is recorded."""
+    def __repr__(self) -> str:
+        return f"<not sampled: {self.get_span_context()}>"
 
 
 _NOTHING = object.__new__(_Nothing)
@@ -119,7 +142,7 @@ class Recorder(EngineTracer):
         open_spans: those that have not ended. Taking one out is the right to hand it on.
     """
 
-    __slots__ = ("__weakref__", "_bits", "_keeper", "_off", "_sampler", "live", "open_spans", "put")
+    __slots__ = ("__weakref__", "_bits", "_keeper", "_off", "_sampler", "_takes", "live", "open_spans", "put")
 
     def __init__(
         self,
@@ -131,6 +154,8 @@ class Recorder(EngineTracer):
         self._keeper = keeper
         self._off = off
         self._sampler = sampler
+        # Of spans without a parent, and only if those that are refused need nothing else.
+        self._takes = None if keeper is not None and sampler is not None else quick_verdict(sampler)
         self.put: Callable[[RecordedSpan], None] = put
         self.live: EngineTracer | None = None
         self._start_afresh()
@@ -153,34 +178,61 @@ class Recorder(EngineTracer):
             return self.live.open(template, order=order, links=links, root=root)
         inner = outer = current_context()
         parent = None if root else outer.get(SPAN_KEY)
-        span = _new(RecordedSpan)
-        span.extra = span._known = None
         if type(parent) is RecordedSpan and parent.root.recorder is self:
+            span = _new(RecordedSpan)
+            span.extra = None
             span.root = parent.root
             span.parent_id = parent.span_id
-        elif parent is None and self._sampler is None:
-            span.root = Root(self, self.put, self._bits(128) or 1, _SAMPLED, _NO_STATE)
-            span.parent_id = 0
-        elif type(parent) is _UnsampledSpan:
-            return _NOTHING
+            alone = len(outer) == 1
         else:
-            refused = self._decide(span, template, order, links, outer, root)
-            if refused is not None:
-                return refused
+            opened = self._open_root(parent, template, order, links, outer, root)
+            if type(opened) is not RecordedSpan:
+                return opened
+            span = opened
             if type(span.root) is HeldRoot:
                 inner = Context({**outer, _HELD: span.root})
+            alone = not inner
         span.template = template
         span.span_id = self._bits(64) or 1
         span.order = order
         span._ended = 0
+        span._known = None
         span._outer = outer
         if links:
             span.links = tuple(links)
         # One of its own for every span, and never changed: a task that a handler leaves behind keeps reading its ids.
-        set_context(Context({SPAN_KEY: span} if parent is not None and len(inner) == 1 else {**inner, SPAN_KEY: span}))
-        span._began = perf_counter_ns()
+        set_context(Context({SPAN_KEY: span} if alone else {**inner, SPAN_KEY: span}))
+        span.began = perf_counter_ns()
         # Last: another thread may hand on what is in there at any moment.
         self.open_spans.add(span)
+        return span
+
+    def is_idle(self) -> bool:
+        """Whether a span opened here and now would be none, whatever it is of."""
+        parent = current_context().get(SPAN_KEY)
+        return self.live is None and (type(parent) is _SampledOut or (parent is None and self._takes is False))
+
+    def _open_root(
+        self,
+        parent: object,
+        template: Template,
+        order: int | None,
+        links: Sequence[Link],
+        current: Context,
+        root: bool,
+    ) -> Activity:
+        """What has no parent here: a span that knows its root and parent, or what stands for one that is refused."""
+        if type(parent) is _SampledOut:
+            return _NOTHING
+        takes = self._takes if parent is None else None
+        if takes is False or not (takes is None or takes is True or takes(template.name, template.attributes)):
+            return self._silence(current)
+        span = _new(RecordedSpan)
+        span.extra = None
+        if takes is None:
+            return self._decide(span, template, order, links, current, root) or span
+        span.root = Root(self, self.put, self._bits(128) or 1, _SAMPLED, _NO_STATE)
+        span.parent_id = 0
         return span
 
     def _decide(
@@ -213,15 +265,22 @@ class Recorder(EngineTracer):
         elif self._keeper is not None:
             span.root = self._hold(span, context, trace_id, TraceFlags(random_id), state)
         else:
-            ids = SpanContext(trace_id, self._bits(64) or 1, False, TraceFlags(random_id), state)
-            silent = object.__new__(_SampledOut)
-            silent._context = otel.set_span_in_context(_UnsampledSpan(ids), current)
-            silent.enter()
-            return silent
+            return self._silence(
+                current, SpanContext(trace_id, self._bits(64) or 1, False, TraceFlags(random_id), state)
+            )
         span.parent_id = around.span_id if around.is_valid else 0
         if around.is_remote:
             span.remote_parent = around
         return None
+
+    def _silence(self, current: Context, ids: SpanContext | None = None) -> Activity:
+        """A root of which nothing is recorded, made current; its ids are drawn when first asked for, if not given."""
+        silent = _new_silent(_SampledOut)
+        silent._bits = self._bits
+        silent._known = ids
+        silent._outer = current
+        set_context(Context({**current, SPAN_KEY: silent} if current else {SPAN_KEY: silent}))
+        return silent
 
     def _hold(
         self, span: RecordedSpan, context: Context, trace_id: int, flags: TraceFlags, state: TraceState

@@ -18,7 +18,7 @@ from opentelemetry import trace as otel
 from opentelemetry.context import Context, attach, get_current
 from opentelemetry.trace import Link, SpanContext, Status, StatusCode, TraceFlags, TraceState
 
-from eventbus_engine.telemetry.spans import Activity, Template, describe_error, type_name
+from eventbus_engine.telemetry.spans import Activity, EngineTracer, Template, describe_error, type_name
 
 if TYPE_CHECKING:
     from eventbus_engine.telemetry.recorder import Recorder
@@ -125,10 +125,10 @@ class RecordedSpan(otel.Span, Activity):
     """
 
     __slots__ = (
-        "_began",
         "_ended",
         "_known",
         "_outer",
+        "began",
         "extra",
         "order",
         "outcome",
@@ -144,7 +144,7 @@ class RecordedSpan(otel.Span, Activity):
     order: int | None
     outcome: str
     extra: dict[str, Any] | None
-    _began: int
+    began: int
     _ended: int
     _known: SpanContext | None
     _outer: Context
@@ -165,7 +165,7 @@ class RecordedSpan(otel.Span, Activity):
     @property
     def start(self) -> int:
         """Nanoseconds since the epoch."""
-        return self._began + self.root.offset
+        return self.began + self.root.offset
 
     @property
     def end_time(self) -> int:
@@ -241,6 +241,7 @@ class RecordedSpan(otel.Span, Activity):
         self,
         outcome: Outcome | int | None = None,
         error: BaseException | None = None,
+        at: int = 0,
         *,
         end_time: int | None = None,
     ) -> None:
@@ -258,7 +259,7 @@ class RecordedSpan(otel.Span, Activity):
         self.outcome = outcome
         if error is not None:
             self.failure = Failure.of(outcome, error)
-        self._ended = perf_counter_ns()
+        self._ended = at or perf_counter_ns()
         root.put(self)
 
     def end_now(self) -> None:
@@ -286,6 +287,10 @@ class RecordedSpan(otel.Span, Activity):
     def recording(self) -> bool:
         """True: what is not recorded is of another class."""
         return True
+
+    def below(self, tracer: EngineTracer) -> EngineTracer:
+        """That tracer."""
+        return tracer
 
     @property
     def span_context(self) -> SpanContext:

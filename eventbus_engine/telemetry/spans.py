@@ -16,10 +16,12 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace as otel
 from opentelemetry.trace import Link, Status, StatusCode, Tracer, TracerProvider
 
-from eventbus_engine.telemetry.configure import current_provider, warn_about_global_randomness
+from eventbus_engine.telemetry.configure import _GLOBAL, current_provider, warn_about_global_randomness
+from eventbus_engine.telemetry.meters import CONFIGURED
 
 if TYPE_CHECKING:
     from eventbus_engine.event import EventName
+    from eventbus_engine.telemetry.meters import MeterSource
     from eventbus_engine.trace import Outcome
 
 __all__ = [
@@ -101,9 +103,13 @@ class Activity:
         attributes: further ones.
         links: to spans of other traces.
         root: whether to start a trace of its own instead of continuing the caller's.
+
+    Attributes:
+        began: when it did, by `perf_counter_ns`; 0 where whoever wants to know has to look at the clock.
     """
 
     __slots__ = ()
+    began: int = 0
 
     def __new__(  # noqa: PYI034 -- the tracer decides about the class
         cls,
@@ -148,8 +154,14 @@ class Activity:
         """Give it another name, of low cardinality as well."""
         raise NotImplementedError
 
-    def end(self, outcome: Outcome, error: BaseException | None = None) -> None:
-        """End it: status UNSET on success, ERROR with `error.type` on failure, timeout and cancellation."""
+    def end(self, outcome: Outcome, error: BaseException | None = None, at: int = 0) -> None:
+        """End it: status UNSET on success, ERROR with `error.type` on failure, timeout and cancellation.
+
+        Args:
+            outcome: how it ended.
+            error: what it raised.
+            at: when, by `perf_counter_ns`; 0 for now.
+        """
         raise NotImplementedError
 
 
@@ -175,6 +187,10 @@ class EngineTracer(ABC):
             links: to spans of other traces.
             root: whether to start a trace of its own instead of continuing the caller's.
         """
+
+    def is_idle(self) -> bool:
+        """Whether anything opened here and now would come to nothing, and need not be opened."""
+        return False
 
     def measured(self, template: Template, elapsed: int, outcome: Outcome, error: BaseException | None) -> None:
         """Take down an execution that has not been opened; its duration is in nanoseconds."""
@@ -218,6 +234,23 @@ class TracerSource:
                     recorder = ApiTracer(provider.get_tracer(SCOPE))
                 self._tracer = recorder
         return self._tracer
+
+    def observer(self, meters: MeterSource) -> EngineTracer | None:
+        """What opens spans, measures what runs, or both; None while nobody asked for either.
+
+        Nearly every event has this of telemetry and no more: one look at all the places that would say so.
+        """
+        if (
+            meters.look_in
+            and self._own is None
+            and _GLOBAL.active is None
+            and _GLOBAL.asked
+            and ((given := otel._TRACER_PROVIDER) is None or given is _GLOBAL)
+            and CONFIGURED.metrics is None
+        ):
+            meters.look_in -= 1
+            return None
+        return meters.around(self.get())
 
 
 class ApiTracer(EngineTracer):
@@ -281,8 +314,8 @@ class _ApiActivity(Activity):
         """Give it another name."""
         self.span.update_name(name)
 
-    def end(self, outcome: Outcome, error: BaseException | None = None) -> None:
-        """End it."""
+    def end(self, outcome: Outcome, error: BaseException | None = None, at: int = 0) -> None:
+        """End it now."""
         self.leave()
         span = self.span
         span.set_attribute("eventbus.outcome", outcome)

@@ -20,6 +20,7 @@ from eventbus_engine.closing import CloseReport
 from eventbus_engine.engine import Engine
 from eventbus_engine.errors import ConfigurationError, EngineClosedError
 from eventbus_engine.event import Event
+from eventbus_engine.logger import Logger
 from eventbus_engine.plan import PassesArgument
 from eventbus_engine.time import Time
 from eventbus_engine.training.arguments import (
@@ -158,7 +159,7 @@ class Trainer:
         self._initialised = self._entered = self._busy = False
 
     @property
-    def logger(self) -> Any:
+    def logger(self) -> Logger:
         """The logger that handlers get."""
         return self.engine.logger
 

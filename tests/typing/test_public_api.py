@@ -265,6 +265,18 @@ async def test_an_engine() -> None:
     assert audit.rows == ["A B", "A B"]
 
 
+def test_an_engine_knows_its_logger_and_its_state() -> None:
+    """What is misspelt there is seen. Without a state of its own it takes any records, or those it is told."""
+    pipeline = Engine(events=Ingest)
+    assert_type(pipeline, Engine[Any])
+    assert_type(pipeline.logger, Logger)
+    of_records: Engine[Record] = Engine(events=Ingest)
+    assert_type(of_records.state, Record | None)
+
+    with pytest.raises(AttributeError):
+        pipeline.logger.log_metric({})  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_a_pass_that_forgets_to_return_is_seen() -> None:
     """It could only raise PassError later."""
 
