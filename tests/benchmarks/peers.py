@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from interleaved import Dispatch, Loop
 
-__all__ = ["NO_OP", "SUSPENDING", "SUSPENDING_COLUMNS", "Peer", "close_peers", "parts"]
+__all__ = ["BY_A_RUNNER", "NO_OP", "SUSPENDING", "SUSPENDING_COLUMNS", "Peer", "blocking", "close_peers", "parts"]
 
 STATE, LOGGER = object(), object()
 
@@ -466,6 +466,16 @@ SUSPENDING = [
 """Handlers that suspend once. The loop, blinker and aiosignal run them one after another."""
 
 
+ON_A_LOOP = "without a running loop, run that coroutine on one: run_until_complete"
+BY_A_RUNNER = "the same by an asyncio.Runner, which sees to Ctrl-C"
+
+
+@functools.cache
+def blocking() -> asyncio.Runner:
+    """A private loop, made when first needed."""
+    return asyncio.Runner(loop_factory=asyncio.new_event_loop)
+
+
 def parts() -> list[tuple[str, Dispatch, Loop]]:
     """What the interpreter and the event loop charge for the steps that no engine can leave out."""
     variable: ContextVar[int] = ContextVar("benchmark")
@@ -486,6 +496,8 @@ def parts() -> list[tuple[str, Dispatch, Loop]]:
             "asyncio",
         ),
         ("make a task of it and await that", task, "asyncio"),
+        (ON_A_LOOP, lambda: blocking().get_loop().run_until_complete(handler.batch_start(STATE, LOGGER)), "none"),
+        (BY_A_RUNNER, lambda: blocking().run(handler.batch_start(STATE, LOGGER)), "none"),
         ("set and reset a context variable", context_variable, "none"),
         ("read the clock", perf_counter_ns, "none"),
     ]
