@@ -84,9 +84,10 @@ class EventBus:
         self._wanted: dict[int, tuple[EventName, list[Subscription], list[Handler] | None]] = {}
         self._vocabularies: set[type] = set()
         self._lanes = Lanes()
-        self._rest: CallNext = Terminal(self)
-        # Bound methods: to call an object that has a `__call__` is twice as dear.
-        self._first: Link = self._rest.__call__
+        self._terminal = Terminal(self)
+        self._rest: CallNext = self._terminal
+        # A bound method: to call an object that has a `__call__` is twice as dear. None without middleware.
+        self._first: Link | None = None
         self._hears: Callable[[EventName], bool] = _never
         for one in middleware:
             self.use(one)
@@ -107,7 +108,7 @@ class EventBus:
         if (attach := _attachment(middleware)) is not None:
             attach(self)
         self._middleware.append(middleware)
-        self._rest = Terminal(self)
+        self._rest = self._terminal
         for one in reversed(self._middleware[1:]):
             self._rest = partial(_follow, _link_to(one), self._rest)
         self._first = _link_to(self._middleware[0])
@@ -205,7 +206,11 @@ class EventBus:
             await lanes.wait(dispatch)
         current.set(dispatch)
         try:
-            return await first(envelope, self._rest)
+            if first is not None:
+                return await first(envelope, self._rest)
+            if (fan := self._terminal.begin(envelope)) is not None:
+                raise_failures(await fan.finish(), known)
+            return {}
         finally:
             dispatch.running = False
             if lane is not None:
@@ -346,9 +351,16 @@ class Terminal:
         """The subscribers of an event, for whoever stands in front of the end of the chain."""
         return self.bus._handlers_for(envelope) if self.bus._subscriptions else []
 
-    async def __call__(self, envelope: Envelope, call_next: CallNext | None = None) -> Traces:
-        """Run the subscribers. There is nothing behind it: a bus without middleware calls it as its first."""
-        handlers = self.handlers_for(envelope)
+    async def __call__(self, envelope: Envelope) -> Traces:
+        """Run the subscribers."""
+        if (fan := self.begin(envelope)) is not None:
+            raise_failures(await fan.finish(), envelope.event)
+        return {}
+
+    def begin(self, envelope: Envelope) -> FanOut | None:
+        """Call the plain subscribers that come first; None if that was all there is, and none of them failed."""
+        bus = self.bus
+        handlers = bus._handlers_for(envelope) if bus._subscriptions else ()
         begun: Awaitable[Any] | None = None
         failure: Exception | None = None
         for handler in handlers:
@@ -363,7 +375,7 @@ class Terminal:
                 begun = result
                 break
         else:
-            return {}
+            return None
         # Only what has to be awaited, or has failed, takes more than that.
         fan = FanOut(
             handlers, Occasion.begin(envelope, envelope.state, None, current_dispatch()), at=handlers.index(handler)
@@ -373,5 +385,4 @@ class Terminal:
         if failure is not None:
             fan.fail(fan.at, failure)
             fan.at += 1
-        raise_failures(await fan.finish(), envelope.event)
-        return {}
+        return fan

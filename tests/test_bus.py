@@ -106,6 +106,26 @@ async def test_rule_3_middleware_in_order_of_use() -> None:
     assert log == ["a in", "b in", "handler", "b out", "a out"]
 
 
+async def test_rule_3_subscribers_behind_a_middleware() -> None:
+    """They are awaited, and one that fails does so through the middleware."""
+    log: list[str] = []
+
+    async def asynchronous(envelope: Envelope) -> None:
+        await anyio.lowlevel.checkpoint()
+        log.append("asynchronous")
+
+    def failing(envelope: Envelope) -> None:
+        raise ValueError("no")
+
+    bus = EventBus(middleware=[wrapping("a", log)])
+    bus.subscribe(asynchronous)
+    assert await bus.publish(Shop.ORDER) == {}
+    assert log == ["a in", "asynchronous", "a out"]
+    bus.subscribe(failing)
+    with pytest.raises(CallbackErrors, match="1 callback failed on ORDER"):
+        await bus.publish(Shop.ORDER)
+
+
 async def test_rule_3_middleware_may_stop_an_event() -> None:
     """A middleware that does not call the rest decides what comes back."""
     log: list[str] = []

@@ -84,7 +84,7 @@ MOST_CALLS: dict[str, tuple[Callable[[], Callable[[], Awaitable[Any]]], int]] = 
     "32 async callbacks": (lambda: run(callbacks=[Async() for _ in range(32)]), 200),
     "8 matching algorithms": (lambda: run(algorithms=[NoOp(number) for number in range(8)]), 79),
     "8 algorithms that do not match": (lambda: run(algorithms=[NoOp(number, False) for number in range(8)]), 42),
-    "1 plain subscriber": (lambda: publish(1), 13),
+    "1 plain subscriber": (lambda: publish(1), 12),
     "nothing, not sampled": (lambda: run(tracer_provider=not_sampled()), 13),
     "8 plain callbacks, not sampled": (lambda: run([Plain() for _ in range(8)], [], not_sampled()), 46),
     "8 plain callbacks, every other recorded": (lambda: run([Plain() for _ in range(8)], [], every_other()), 133),
