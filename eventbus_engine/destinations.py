@@ -13,11 +13,7 @@ from eventbus_engine.entries import CallbackEntry
 from eventbus_engine.handlers import HOOK, Handler
 from eventbus_engine.logger import Logger, Pending
 
-__all__ = ["Rows", "delivery_handler", "discard", "drain"]
-
-
-class Rows(list[Any]):
-    """What the `log_*` methods and the hook of a destination have returned for its `send_records`."""
+__all__ = ["delivery_handler", "discard", "drain"]
 
 
 log: logging.Logger = logging.getLogger("eventbus_engine")
@@ -26,7 +22,7 @@ _delivering: ContextVar[Pending | None] = ContextVar("eventbus_engine_delivering
 
 
 def delivery_handler(
-    entry: CallbackEntry, hook: Handler | None, records: Pending, pending: Pending, rows: Rows
+    entry: CallbackEntry, hook: Handler | None, records: Pending, pending: Pending, rows: list[Any]
 ) -> Handler:
     """What a destination with waiting records does on an event: the records first, in order, then its hook.
 

@@ -6,7 +6,7 @@ import logging
 
 from eventbus_engine.bus import CallNext, Terminal
 from eventbus_engine.delivery import Delivery, Room
-from eventbus_engine.destinations import Rows, delivery_handler, discard
+from eventbus_engine.destinations import delivery_handler, discard
 from eventbus_engine.envelope import Envelope
 from eventbus_engine.errors import CallbackErrors, DeadlockError
 from eventbus_engine.fanout import FanOut, begin_course, run_fanout
@@ -100,7 +100,7 @@ async def _run_destinations(
             # It takes the records along, so that the mailbox bounds them too.
             full += delivery.post(entry, hook, occasion, pending)
         elif entry.opened:
-            handler = delivery_handler(entry, hook, pending, pending, Rows()) if pending else hook
+            handler = delivery_handler(entry, hook, pending, pending, []) if pending else hook
             assert handler is not None  # noqa: S101 -- one of the two there is
             handlers.append(handler)
     return await run_fanout(handlers, occasion) if handlers else []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from eventbus_engine.destinations import Rows, delivery_handler
+from eventbus_engine.destinations import delivery_handler
 from eventbus_engine.envelope import enter_apart
 from eventbus_engine.handlers import Handler, Occasion
 from eventbus_engine.lanes import Dispatch, Waiter
@@ -63,7 +63,7 @@ class Item:
         self.hook: Handler | None = hook
         self.made: list[Any] | None = None
         self.records: Pending | None = None
-        self.rows: Rows = Rows()
+        self.rows: list[Any] = []
         self.key: Hashable = None
         self.begun: Dispatch | None = None
         assert occasion.dispatch is not None  # noqa: S101 -- only closing has none, and it posts nothing
