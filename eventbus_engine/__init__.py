@@ -33,6 +33,7 @@ from eventbus_engine.errors import (
     SyncUsageError,
     TelemetryError,
     TimeFormatError,
+    TrainingError,
     UnknownEventError,
     VocabularyError,
 )
@@ -102,6 +103,7 @@ __all__ = [
     "Timestamp",
     "Trace",
     "Traces",
+    "TrainingError",
     "UnknownEventError",
     "VocabularyError",
     "algorithm",

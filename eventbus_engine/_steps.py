@@ -4,19 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Generator
-from contextvars import ContextVar
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import anyio
 
-__all__ = ["FirstStep", "current_task_id", "leave_loop", "need_loop", "steps_of", "without_loop"]
+__all__ = ["NOWHERE", "FirstStep", "current_task_id", "leave_loop", "need_loop", "steps_of", "without_loop"]
 
 T = TypeVar("T")
 
-without_loop: ContextVar[bool] = ContextVar("eventbus_engine_without_loop", default=False)
-"""Whether what runs in this context is being stepped by hand, with no event loop to suspend to."""
+NOWHERE: Final = object()
+
+
+class _WithoutLoop(threading.local):
+    """Whether what runs on this thread is being stepped by hand, with no event loop to suspend to.
+
+    Attributes:
+        around: the loop that was running when the stepping began, as in a notebook; None for none; NOWHERE while
+            nothing is being stepped. A loop that is another has been started since, by a plain handler for instance.
+        driven: whether this is a thread for computations, on which a coroutine is driven as far as it gets: what does
+            not belong there, or has to wait, goes on under the loop that it has come from.
+    """
+
+    around: object = NOWHERE
+    driven: bool = False
+
+    def get(self) -> bool:
+        """Whether it is."""
+        around = self.around
+        return around is not NOWHERE and asyncio._get_running_loop() is around
+
+
+without_loop = _WithoutLoop()
 
 
 async def need_loop() -> None:
@@ -26,7 +47,6 @@ async def need_loop() -> None:
     it awaits the rest under a loop.
     """
     if without_loop.get():
-        without_loop.set(False)
         await _Suspension()
 
 
@@ -46,10 +66,9 @@ class _Suspension:
 
 def leave_loop() -> None:
     """Forget, in the current context, which event loop the caller runs on, if any: it goes on elsewhere."""
-    without_loop.set(False)
     # What anyio and trio go by, where it is there. A context taken from a trio task would be taken for trio's anywhere.
     sniffio = sys.modules.get("sniffio")
-    if sniffio is not None:
+    if sniffio is not None and sniffio.current_async_library_cvar.get() is not None:
         sniffio.current_async_library_cvar.set(None)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Hashable, Iterable
 from functools import partial
+from time import time_ns as wall_clock_ns
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias
 
@@ -25,6 +26,7 @@ CallNext: TypeAlias = Callable[[Envelope], Awaitable[Traces]]
 """The rest of the chain: call it with the envelope and await its Traces."""
 
 Link: TypeAlias = Callable[[Envelope, CallNext], Awaitable[Traces]]
+FirstLink: TypeAlias = Callable[[Dispatch, Occasion, CallNext], Awaitable[Traces]]
 
 
 class Middleware(Protocol):
@@ -80,14 +82,15 @@ class EventBus:
     def __init__(self, middleware: tuple[Middleware, ...] | list[Middleware] = ()) -> None:
         self._middleware: list[Middleware] = []
         self._subscriptions: tuple[Subscription, ...] = ()
-        # By the identity of an event: the event, its subscriptions, and their handlers if nothing else is to be asked.
-        self._wanted: dict[int, tuple[EventName, list[Subscription], list[Handler] | None]] = {}
+        # By the identity of an event: what there was to choose from, for another thread may subscribe meanwhile; the
+        # event, its subscriptions, and their handlers if nothing else is to be asked.
+        self._wanted: dict[int, tuple[object, EventName, list[Subscription], list[Handler] | None]] = {}
         self._vocabularies: set[type] = set()
         self._lanes = Lanes()
         self._terminal = Terminal(self)
         self._rest: CallNext = self._terminal
         # A bound method: to call an object that has a `__call__` is twice as dear. None without middleware.
-        self._first: Link | None = None
+        self._first: FirstLink | None = None
         self._hears: Callable[[EventName], bool] = _never
         for one in middleware:
             self.use(one)
@@ -111,7 +114,7 @@ class EventBus:
         self._rest = self._terminal
         for one in reversed(self._middleware[1:]):
             self._rest = partial(_follow, _link_to(one), self._rest)
-        self._first = _link_to(self._middleware[0])
+        self._first = _first_link_to(self._middleware[0])
         hearers = [_always if _attachment(one) is None else one._hears for one in self._middleware]  # type: ignore[attr-defined]
         self._hears = hearers[0] if len(hearers) == 1 else lambda event: any(hears(event) for hears in hearers)
 
@@ -200,15 +203,19 @@ class EventBus:
         used = lanes.used
         if not self._subscriptions and lane not in used and not hears(known):
             return {}
-        envelope = write_envelope(known, payload, state, key)
-        dispatch = Dispatch.begin(envelope, parent, lane, lanes)
+        if first is not None:
+            dispatch = Dispatch.publish(known, payload, state, key, lane, lanes)
+        else:
+            dispatch = Dispatch.about(write_envelope(known, payload, state, key, wall_clock_ns()), lane, lanes)
+        if parent is not None:
+            dispatch.nest_in(parent)
         if lane is not None and used.setdefault(lane, dispatch) is not dispatch and not lanes.join(dispatch):
             await lanes.wait(dispatch)
         current.set(dispatch)
         try:
             if first is not None:
-                return await first(envelope, self._rest)
-            if (fan := self._terminal.begin(envelope)) is not None:
+                return await first(dispatch, dispatch, self._rest)
+            if (fan := self._terminal.begin(dispatch._envelope)) is not None:
                 raise_failures(await fan.finish(), known)
             return {}
         finally:
@@ -260,17 +267,15 @@ class EventBus:
 
     def _handlers_for(self, envelope: Envelope) -> list[Handler]:
         """The subscribers of an event, in the order of their subscribing; drops those that wanted only one."""
-        event = envelope.event
+        event, present = envelope.event, self._subscriptions
         wanted = self._wanted.get(id(event))
-        if wanted is None:
+        if wanted is None or wanted[0] is not present:
             # By identity: members of two vocabularies may share a value.
-            subscriptions = [
-                one for one in self._subscriptions if not one.events or any(e is event for e in one.events)
-            ]
+            subscriptions = [one for one in present if not one.events or any(e is event for e in one.events)]
             always = all(one.when is None and not one.once for one in subscriptions)
             handlers = [one.handler for one in subscriptions] if always else None
-            wanted = self._wanted[id(event)] = event, subscriptions, handlers
-        _, subscriptions, handlers = wanted
+            wanted = self._wanted[id(event)] = present, event, subscriptions, handlers
+        _, _, subscriptions, handlers = wanted
         return self._choose(subscriptions, envelope) if handlers is None else handlers
 
     def _choose(self, subscriptions: Iterable[Subscription], envelope: Envelope) -> list[Handler]:
@@ -318,6 +323,13 @@ def _attachment(middleware: Middleware) -> Callable[[EventBus], None] | None:
 
 def _link_to(middleware: Middleware) -> Link:
     return partial(_call_foreign, middleware) if _attachment(middleware) is None else middleware.__call__
+
+
+def _first_link_to(middleware: Middleware) -> FirstLink:
+    """How to call the outermost one. An Engine takes the dispatch for its own, so that most events need no envelope."""
+    if _attachment(middleware) is not None:
+        return middleware._handle  # type: ignore[attr-defined, no-any-return]
+    return lambda dispatch, _, call_next: _call_foreign(middleware, dispatch.envelope, call_next)
 
 
 def _follow(link: Link, call_next: CallNext, envelope: Envelope) -> Awaitable[Traces]:
@@ -377,9 +389,8 @@ class Terminal:
         else:
             return None
         # Only what has to be awaited, or has failed, takes more than that.
-        fan = FanOut(
-            handlers, Occasion.begin(envelope, envelope.state, None, current_dispatch()), at=handlers.index(handler)
-        )
+        occasion = Occasion.begin(envelope, envelope.state, None, current_dispatch())
+        fan = FanOut(handlers, occasion, at=handlers.index(handler))
         if begun is not None:
             fan.begun = begun, None
         if failure is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
+from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self
 
@@ -203,19 +204,26 @@ class Engine(Generic[StateT]):
 
     async def __call__(self, envelope: Envelope, call_next: CallNext) -> Traces:
         """Handle one event of a bus, as its middleware."""
-        event = envelope.event
-        if type(event) is not self.events:
-            return await call_next(envelope)
         dispatch = current_dispatch()
         assert dispatch is not None  # noqa: S101 -- the bus has set it
+        return await self._handle(dispatch, Occasion.begin(envelope, envelope.state, None, dispatch), call_next)
+
+    async def _handle(self, dispatch: Dispatch, occasion: Occasion, call_next: CallNext) -> Traces:  # noqa: C901, PLR0912
+        """Handle one event. Where the engine stands first on its bus, the dispatch is its occasion as well."""
+        event, span = occasion.event, None
+        if type(event) is not self.events:
+            return await call_next(occasion.envelope)
         if self._close_timeout is not None:
             self._admit(dispatch)
-        tracer, span = self.tracers.observer(self.meters), None
+        tracer = self.tracers.observer(self.meters)
         if tracer is not None:
-            span = tracer.open(event_template("dispatch", event))
-            tracer = span.below(tracer)
-        state = self.state if envelope.state is None else envelope.state
-        self._active[dispatch] = occasion = Occasion.begin(envelope, state, self.logger, dispatch, tracer, span)
+            occasion.whole = span = tracer.open(event_template("dispatch", event))
+            occasion.tracer = span.below(tracer)
+        if occasion.state is None and self.state is not None:
+            _ = occasion.envelope  # which says what was published, and not what handlers get
+            occasion.state = self.state
+        occasion.logger, occasion.thread = self.logger, get_ident()
+        self._active[dispatch] = occasion
         error: BaseException | None = None
         try:
             course = self._roster.course(event)
@@ -229,10 +237,12 @@ class Engine(Generic[StateT]):
             if course.algorithms or self.algorithm_passes != DEFAULT_PASSES:
                 traces = await run_algorithms(course, self._roster.order, occasion, self.offload)
                 course = participants.course(event)
-            handlers: list[Handler] = course.inline
-            if call_next.bus._subscriptions:
-                handlers = [*handlers, *call_next.handlers_for(envelope)]
-            if handlers and (fan := begin_course(course, handlers, occasion)) is not None:
+            if self.offload is not None and (course.inline or call_next.bus._subscriptions):
+                await need_loop()  # where callbacks belong, wherever the algorithms have run
+            behind = call_next.handlers_for(occasion.envelope) if call_next.bus._subscriptions else None
+            handlers = [*course.inline, *behind] if behind else course.inline
+            fan = begin_course(course, handlers, occasion) if handlers else None
+            if fan is not None and (fan.start() or fan.errors is not None):
                 await finish_callbacks(fan, participants, traces)
             return traces
         except BaseException as raised:
@@ -242,18 +252,16 @@ class Engine(Generic[StateT]):
             if span is not None:
                 span.end(outcome_of(error), error)
             del self._active[dispatch]
+            occasion.copies = None  # a task that outlives its event keeps the dispatch
             if self._close_timeout is not None and not self._active:
                 await self._fall_idle()
 
     async def _run_stages(self, course: Course, occasion: Occasion, call_next: CallNext) -> Traces:
         """Run all the stages that there may be, in their order."""
-        traces: Traces | None = None
-        if occasion.event != "init":
-            traces = await run_algorithms(course, self._roster.order, occasion, self.offload)
+        run = functools.partial(run_algorithms, course, self._roster.order, occasion, self.offload)
+        traces = None if occasion.event == "init" else await run()
         others = await run_callbacks(course.participants, occasion, call_next, self._delivery, traces)
-        if traces is None:
-            traces = await run_algorithms(course, self._roster.order, occasion, self.offload)
-        return merge_traces(traces, others)
+        return merge_traces(await run() if traces is None else traces, others)
 
     def _admit(self, dispatch: Dispatch) -> None:
         """Refuse an event for a closed engine. What it still waits for, an event or a delivery, may publish."""
@@ -263,12 +271,14 @@ class Engine(Generic[StateT]):
         if awaited.isdisjoint(dispatch.ancestors()):
             what = "is closed" if self._report is not None else "is closing"
             raise EngineClosedError(
-                f"{dispatch.what.event.name} was published, but the engine {what}; publish before close(), or make "
+                f"{dispatch.event.name} was published, but the engine {what}; publish before close(), or make "
                 f"a new Engine"
             )
 
     async def _open(self, participants: Participants, occasion: Occasion, dispatch: Dispatch) -> None:
         """Open the callbacks that have not been, all at once; events of other lanes wait for it."""
+        if self.offload is not None:
+            await need_loop()
         while self._opening is not None:
             opener, opened = self._opening
             if opener in dispatch.ancestors():
@@ -340,7 +350,7 @@ class Engine(Generic[StateT]):
             await self._closing.wait()
         if self._report is None:
             self._closing = anyio.Event()
-            report = CloseReport(in_flight=tuple(sorted(dispatch.what.event.name for dispatch in self._active)))
+            report = CloseReport(in_flight=tuple(sorted(dispatch.event.name for dispatch in self._active)))
             entries = [*self._roster.latest.entries, *self._roster.latest.departed]
             inside = closing_engine.set(self)
             try:
@@ -362,10 +372,10 @@ class Engine(Generic[StateT]):
 
     async def _fall_idle(self) -> None:
         """The last event is done: whoever waits for that may close, or it was closed from inside and closes now."""
+        await need_loop()
         for idle in self._closers:
             idle.set()
         if self._close_timeout is not None and self._report is None and self._closing is None and not self._closers:
-            await need_loop()
             with anyio.CancelScope(shield=True):
                 await self._close_now(anyio.current_time() + self._close_timeout)
 

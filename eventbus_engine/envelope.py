@@ -7,13 +7,15 @@ from collections.abc import Callable, Hashable
 from contextvars import Context, ContextVar, copy_context
 from datetime import UTC, datetime
 from time import time_ns as wall_clock_ns
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from opentelemetry import trace as otel
 
 from eventbus_engine._steps import leave_loop
 from eventbus_engine.event import EventName
-from eventbus_engine.lanes import Dispatch
+
+if TYPE_CHECKING:
+    from eventbus_engine.lanes import Dispatch
 
 __all__ = [
     "Envelope",
@@ -78,7 +80,7 @@ class Envelope(_Draft):
         cls, event: EventName, payload: Any = None, state: Any = None, key: Hashable = None, source: str | None = None
     ) -> Self:
         """Write it, with the time that it is now."""
-        envelope: Self = write_envelope(event, payload, state, key, source, cls)  # type: ignore[assignment]
+        envelope: Self = write_envelope(event, payload, state, key, wall_clock_ns(), source, cls)  # type: ignore[assignment]
         return envelope
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -118,6 +120,7 @@ def write_envelope(
     payload: Any,
     state: Any,
     key: Hashable,
+    time_ns: int,
     source: str | None = None,
     cls: type[Envelope] = Envelope,
 ) -> Envelope:
@@ -131,7 +134,7 @@ def write_envelope(
     draft.state = state
     draft.key = key
     draft.source = source
-    draft.time_ns = wall_clock_ns()
+    draft.time_ns = time_ns
     draft._id = draft._traceparent = None
     draft.__class__ = cls
     envelope: Envelope = draft
@@ -143,4 +146,4 @@ def current_envelope() -> Envelope | None:
     dispatch = current.get()
     while dispatch is not None and not dispatch.running:
         dispatch = dispatch.parent
-    return dispatch.what if dispatch is not None else None
+    return dispatch.envelope if dispatch is not None else None

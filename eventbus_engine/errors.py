@@ -13,6 +13,7 @@ Every error of this package derives from `EventBusError`, so one `except` catche
     ├── TimeFormatError (ValueError)         a duration that does not parse, or units that do not mix
     ├── PassError (TypeError)                an algorithm pass that did not return a sequence of algorithms
     ├── BatchError (TypeError, ValueError)   a batch the training loop cannot read, split or hand to the model
+    ├── TrainingError (RuntimeError)         a run that cannot go on: its loss is not finite
     ├── HandlerTimeoutError (TimeoutError)   an algorithm or callback that outlived its `timeout`
     ├── HandlerCancelledError                a callback that cancelled itself
     ├── DeadlockError                        dispatches that wait for each other's lanes
@@ -96,6 +97,10 @@ class PassError(EventBusError, TypeError):
 
 class BatchError(EventBusError, TypeError, ValueError):
     """A batch cannot be read, split into microbatches, or handed to the model."""
+
+
+class TrainingError(EventBusError, RuntimeError):
+    """A training run cannot go on as it is: its loss is not finite."""
 
 
 class HandlerTimeoutError(EventBusError, TimeoutError):

@@ -20,7 +20,7 @@ from anyio.abc import TaskGroup
 from eventbus_engine._steps import FirstStep, need_loop, without_loop
 from eventbus_engine.handlers import Handler, Occasion, judge, open_span, outcome_of
 from eventbus_engine.limits import check_step, step_checker, time_limit
-from eventbus_engine.relay import find_relay
+from eventbus_engine.relay import Relay, find_relay
 from eventbus_engine.telemetry.spans import Activity
 
 if TYPE_CHECKING:
@@ -103,9 +103,10 @@ class FanOut:
         begun: what the plain function at `at` has returned, if that has to be awaited.
         base: the context that every async one starts from.
         patience: seconds past which one of them may have held up the event loop.
+        runner: what runs the async ones, while there is something to wait for.
     """
 
-    __slots__ = ("at", "base", "begun", "errors", "handlers", "occasion", "patience", "rest")
+    __slots__ = ("at", "base", "begun", "errors", "handlers", "occasion", "patience", "rest", "runner")
 
     base: Context
 
@@ -124,6 +125,7 @@ class FanOut:
         self.patience: float = patience
         self.begun: Begun | None = None
         self.errors: dict[int, Exception] | None = None
+        self.runner: Relay | _Group | None = None
 
     def call_plain(self) -> bool:
         """Call the plain functions that come next, up to what has to be awaited; whether there is such a one."""
@@ -137,9 +139,9 @@ class FanOut:
             occasion.now, before = handler, after
             try:
                 if traced:
-                    self.begun = self._call_traced(handler)
+                    self.begun = self._call_traced(handler, arguments(handler.takes))
                 else:
-                    result = handler.call(*arguments[handler.takes])
+                    result = handler.call(*arguments(handler.takes))
                     if result is not None and isinstance(result, Awaitable):
                         self.begun = result, None
             except Exception as error:
@@ -156,11 +158,11 @@ class FanOut:
         occasion.now = None
         return self.at < len(handlers)
 
-    def _call_traced(self, handler: Handler) -> Begun | None:
+    def _call_traced(self, handler: Handler, arguments: tuple[Any, ...]) -> Begun | None:
         self.occasion.span = span = open_span(handler, self.occasion)
         assert span is not None  # noqa: S101 -- there is a tracer
         try:
-            result = handler.call(*self.occasion.arguments[handler.takes])
+            result = handler.call(*arguments)
         except BaseException as error:
             span.end(outcome_of(error), error)
             raise
@@ -176,23 +178,38 @@ class FanOut:
         handlers, at = self.handlers, self.at
         return self.begun is not None or (at < len(handlers) and (handlers[at].is_async or self.call_plain()))
 
-    async def finish(self) -> list[tuple[Handler, Exception]]:
-        """Run what is left, and return what failed, in the order of the handlers."""
-        if self.unfinished:
-            await self.run_async()
-        elif self.rest is not None:
-            await self.rest()
-        return self.failures()
-
-    async def run_async(self) -> None:
-        """Run what is left, from `at` on, which is the first that has to be awaited."""
+    def start(self) -> bool:
+        """Run what is left as far as that goes at once; whether `finish` has something to wait for."""
+        if not self.unfinished:
+            return self.rest is not None
         if without_loop.get():
-            await need_loop()
+            return True
         self.base = self.occasion.context or copy_context()
         relay = find_relay(self) if self.rest is None else None
-        if relay is None:
-            await self.occasion.enter_task()
-        fatal = await (_Group(self) if relay is None else relay).run()
+        runner = _Group(self) if relay is None else relay
+        if runner.start():
+            self.runner = runner
+            return True
+        return False
+
+    async def finish(self) -> list[tuple[Handler, Exception]]:
+        """Run what is left, started or not, and return what failed, in the order of the handlers."""
+        if self.runner is not None or self.start():
+            await self._wait()
+        return self.failures()
+
+    async def _wait(self) -> None:
+        """Wait for what does not end at once."""
+        if self.runner is None and self.unfinished:
+            await need_loop()
+            if not self.start():
+                return
+        if self.runner is None:
+            assert self.rest is not None  # noqa: S101 -- or there was nothing to wait for
+            await self.rest()
+            return
+        runner, self.runner = self.runner, None  # which holds this, and would be garbage only the collector finds
+        fatal = await runner.finish()
         if fatal is not None:
             # What handlers raise is kept, not raised. Where the event ends otherwise, nobody else would tell of it.
             for handler, failure in self.failures():
@@ -224,7 +241,7 @@ class FanOut:
         try:
             what = f"callback {handler.name} did not finish {occasion.event.name}"
             with nullcontext() if handler.timeout is None else time_limit(handler.timeout, what):
-                steps = handler.call(*occasion.arguments[handler.takes]) if awaitable is None else awaitable
+                steps = handler.call(*occasion.arguments(handler.takes)) if awaitable is None else awaitable
                 await FirstStep(steps, started, step_checker(handler, occasion.event))
             if handler.heeded:
                 handler.owner.succeeded()
@@ -258,9 +275,14 @@ class _Group:
         self.fan = fan
         self.group: TaskGroup
 
-    async def run(self) -> BaseException | None:
+    def start(self) -> bool:
+        """Nothing runs at once."""
+        return True
+
+    async def finish(self) -> BaseException | None:
         """Run them, the plain functions between them and the rest; returns what ended it all before its time."""
         fan = self.fan
+        await fan.occasion.enter_task()
         try:
             async with anyio.create_task_group() as self.group:
                 while fan.unfinished:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -130,10 +129,9 @@ class Occasion:
 
     Attributes:
         event: the event.
-        envelope: as plain subscribers get it.
         state: what handlers get for the state.
         logger: what they log to.
-        dispatch: the event being handled; None when the engine closes.
+        time_ns: when the event was published, nanoseconds since the epoch.
         tracer: what opens their spans, if anything does.
         context: what they start from instead of the caller's: that of the event, for background delivery.
         copies: what has been copied for snapshots, by name.
@@ -145,42 +143,54 @@ class Occasion:
         tasks: the async callbacks that have suspended: name, start and span.
     """
 
+    __slots__ = (
+        "_dispatch", "_envelope", "context", "copies", "event", "logger", "now", "since", "span", "state", "tasks",
+        "thread", "time_ns", "tracer", "whole",
+    )  # fmt: skip
+
     event: EventName
-    envelope: Any
     state: Any
     logger: Any
-    dispatch: Dispatch | None
+    time_ns: int
+    thread: int
     tracer: EngineTracer | None
     whole: Activity | None
-    thread: int
-    # What few events need takes neither time nor room in the others.
-    context: Context | None = None
-    copies: dict[str, Any] | None = None
-    now: Named | None = None
-    since: int = 0
-    span: Activity | None = None
-    tasks: dict[object, tuple[str, int, Activity | None]] | None = None
+    context: Context | None
+    copies: dict[str, Any] | None
+    now: Named | None
+    since: int
+    span: Activity | None
+    tasks: dict[object, tuple[str, int, Activity | None]] | None
+    _envelope: Any
+    _dispatch: Dispatch | None
 
     @staticmethod
     def begin(
-        envelope: Any,
-        state: Any,
-        logger: Any,
-        dispatch: Dispatch | None,
-        tracer: EngineTracer | None = None,
-        whole: Activity | None = None,
+        envelope: Any, state: Any, logger: Any, dispatch: Dispatch | None, tracer: EngineTracer | None = None
     ) -> Occasion:
-        """A new one. No `__init__`, because calling a class that has one costs half as much again."""
+        """One that is no dispatch itself."""
         occasion = Occasion()
-        occasion.event, occasion.envelope, occasion.state, occasion.logger = envelope.event, envelope, state, logger
-        occasion.dispatch, occasion.tracer, occasion.whole = dispatch, tracer, whole
-        occasion.thread = get_ident()
+        occasion.event, occasion.time_ns, occasion._envelope = envelope.event, envelope.time_ns, envelope
+        occasion.state, occasion.logger, occasion.tracer, occasion._dispatch = state, logger, tracer, dispatch
+        occasion.thread, occasion.since = get_ident(), 0
+        occasion.whole = occasion.context = occasion.copies = occasion.now = occasion.span = occasion.tasks = None
         return occasion
 
     @property
-    def arguments(self) -> tuple[tuple[Any, Any], tuple[EventName, Any, Any], tuple[Any]]:
-        """What handlers are called with, by what they take."""
-        return (self.state, self.logger), (self.event, self.state, self.logger), (self.envelope,)
+    def envelope(self) -> Any:
+        """The event as plain subscribers get it."""
+        return self._envelope
+
+    @property
+    def dispatch(self) -> Dispatch | None:
+        """The event being handled; None when the engine closes."""
+        return self._dispatch
+
+    def arguments(self, takes: int) -> tuple[Any, ...]:
+        """What a handler is called with, by what it takes."""
+        if takes == HOOK:
+            return self.state, self.logger
+        return (self.event, self.state, self.logger) if takes == EVENT else (self.envelope,)
 
     def begin_task(self, key: object, name: str, since: int, span: Activity | None = None) -> None:
         """Note an async callback that has a task of its own."""
@@ -195,16 +205,14 @@ class Occasion:
 
     def untraced(self) -> Occasion:
         """The same without spans."""
-        other = copy.copy(self)
-        other.tracer = None
+        other = Occasion.begin(self.envelope, self.state, self.logger, self.dispatch)
+        other.context = self.context
         return other
 
     async def enter_task(self) -> None:
         """Get ready for something asynchronous."""
-        if self.dispatch is not None:
-            await self.dispatch.enter_task()
-        else:
-            await need_loop()
+        dispatch = self.dispatch
+        await (need_loop() if dispatch is None else dispatch.enter_task())
 
 
 def raise_failures(

@@ -64,15 +64,11 @@ def read_in_flight(dispatches: Iterable[Occasion], deliveries: Iterable[Occasion
         execution = id(occasion), id(what), since
         found.append(InFlight(kind, name, occasion.event, elapsed, background, occasion.thread, ids, since, execution))
 
-    def published(occasion: Occasion) -> int:
-        published_ns: int = occasion.envelope.time_ns
-        return published_ns - _EPOCH
-
     for occasion in dispatches:
-        add("dispatch", occasion.event.name, occasion, published(occasion), occasion.whole, None)
+        add("dispatch", occasion.event.name, occasion, occasion.time_ns - _EPOCH, occasion.whole, None)
     for occasion in (*dispatches, *deliveries):
         # Read once: the thread that runs it may be done with it at any moment.
-        one, since, span = occasion.now, occasion.since or published(occasion), occasion.span
+        one, since, span = occasion.now, occasion.since or occasion.time_ns - _EPOCH, occasion.span
         if one is not None:
             add("callback" if isinstance(one, Handler) else "algorithm", one.name, occasion, since, span, one)
         # A copy made in one step, so that no thread changes it meanwhile.

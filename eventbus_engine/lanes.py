@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from time import time_ns as wall_clock_ns
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import anyio
 
 from eventbus_engine._steps import current_task_id, need_loop, without_loop
+from eventbus_engine.envelope import write_envelope
 from eventbus_engine.errors import DeadlockError, SyncUsageError
+from eventbus_engine.handlers import Occasion
+
+if TYPE_CHECKING:
+    from eventbus_engine.event import EventName
 
 __all__ = ["Dispatch", "Lanes"]
 
 
-class Dispatch:
+class Dispatch(Occasion):
     """One event being handled: what a nested publish looks up through its context.
 
+    It is an occasion as well, that of the first engine: an event that goes through one engine takes one object.
+
     Attributes:
-        what: the envelope.
+        payload: what was published with the event.
+        key: as it was published.
         parent: the dispatch from whose context this one was published, itself or by way of others that are done.
         lane: the key of its lane, None for an event without one.
         lanes: the lanes of the bus it was published on.
@@ -28,9 +37,10 @@ class Dispatch:
         apart: whether it is handled on another thread than its engine's events, so that nothing may be published.
     """
 
-    __slots__ = ("apart", "blocked", "lane", "lanes", "parent", "running", "task_id", "what")
+    __slots__ = ("apart", "blocked", "key", "lane", "lanes", "parent", "payload", "running", "task_id")
 
-    what: Any
+    payload: Any
+    key: Hashable
     parent: Dispatch | None
     lane: Hashable
     lanes: Lanes
@@ -40,21 +50,50 @@ class Dispatch:
     apart: bool
 
     @staticmethod
-    def begin(what: Any, parent: Dispatch | None, lane: Hashable, lanes: Lanes, apart: bool = False) -> Dispatch:
+    def publish(event: EventName, payload: Any, state: Any, key: Hashable, lane: Hashable, lanes: Lanes) -> Dispatch:
         """A new one. No `__init__`, because calling a class that has one costs half as much again."""
         dispatch = Dispatch()
-        dispatch.what, dispatch.parent, dispatch.lane, dispatch.lanes = what, parent, lane, lanes
-        dispatch.running, dispatch.apart = True, apart
-        dispatch.task_id = dispatch.blocked = None
-        # Forget those that are done: a task that publishes from a task that published from a task, and so on, would
-        # keep everything they ever handled.
-        if parent is not None:
-            child = dispatch
-            for ancestor in dispatch.ancestors():
-                child.parent = ancestor
-                child = ancestor
-            child.parent = None
+        dispatch.event, dispatch.payload, dispatch.state, dispatch.key = event, payload, state, key
+        dispatch.lane, dispatch.lanes, dispatch.time_ns = lane, lanes, wall_clock_ns()
+        dispatch.running, dispatch.apart, dispatch.since = True, False, 0
+        dispatch._envelope = dispatch.parent = dispatch.task_id = dispatch.blocked = None
+        dispatch.tracer = dispatch.whole = dispatch.context = dispatch.copies = None
+        dispatch.now = dispatch.span = dispatch.tasks = None
         return dispatch
+
+    @staticmethod
+    def about(envelope: Any, lane: Hashable, lanes: Lanes) -> Dispatch:
+        """One that is no occasion: all that there is to know of the event is its envelope."""
+        dispatch = Dispatch()
+        dispatch._envelope, dispatch.lane, dispatch.lanes = envelope, lane, lanes
+        dispatch.running, dispatch.apart = True, False
+        dispatch.parent = dispatch.task_id = dispatch.blocked = None
+        return dispatch
+
+    def nest_in(self, parent: Dispatch) -> None:
+        """Note the dispatches that still run from whose context this one is published.
+
+        Those that are done are forgotten: a task that publishes from a task that published from a task, and so on,
+        would keep everything they ever handled.
+        """
+        child = self
+        child.parent = parent
+        for ancestor in self.ancestors():
+            child.parent = ancestor
+            child = ancestor
+        child.parent = None
+
+    @property
+    def dispatch(self) -> Dispatch:
+        """Itself."""
+        return self
+
+    @property
+    def envelope(self) -> Any:
+        """The event as plain subscribers get it. Written when first asked for: most events never are."""
+        if self._envelope is None:
+            self._envelope = write_envelope(self.event, self.payload, self.state, self.key, self.time_ns)
+        return self._envelope
 
     def ancestors(self) -> Iterator[Dispatch]:
         """The dispatches still running from whose context this one was published, innermost first."""
@@ -65,7 +104,7 @@ class Dispatch:
             dispatch = dispatch.parent
 
     async def enter_task(self) -> None:
-        """Get ready for something asynchronous: an event loop, and a note of the task that handles the dispatch.
+        """Get ready for something asynchronous: an event loop, and a note of the task that handles it.
 
         By that note, a dispatch that waits for itself can be told from one that does not.
         """
@@ -187,13 +226,26 @@ class Lanes:
         lane = self.used[dispatch.lane] = Lane(holder)
         return lane
 
+    async def hold(self, dispatch: Dispatch) -> None:
+        """Take the lane for more than one event: they nest in this dispatch, which is none, until it leaves.
+
+        They may be handled on another thread. An event that is alone on its lane sees to it that nobody else is, which
+        goes wrong where two threads do; here all of this is decided by whoever holds it, on the event loop.
+        """
+        if self.used.setdefault(dispatch.lane, dispatch) is not dispatch and not self.join(dispatch):
+            await self.wait(dispatch)
+        self._lane(dispatch)
+        dispatch.task_id = current_task_id()
+
     async def wait(self, dispatch: Dispatch) -> None:
         """Take the lane behind those that came before.
 
         Raises:
             DeadlockError: if whoever has the lane waits, however indirectly, for this dispatch to finish.
         """
-        if without_loop.get():
+        if without_loop.driven:
+            await need_loop()
+        elif without_loop.get():
             raise SyncUsageError(
                 f"{_describe(dispatch)} was published by engine.sync while an event of it is being handled on an event "
                 f"loop, which this call would block; await engine.run_event(...) there"
@@ -255,7 +307,7 @@ def _find_cycle(waiter: Waiter, ancestors: Sequence[Dispatch], holds_up: HoldsUp
     ahead: list[tuple[Waiter, Dispatch | None]] = [(waiter, None)]
     while ahead:
         wait, by_way_of = ahead.pop()
-        for dispatch in wait.behind.running:
+        for dispatch in tuple(wait.behind.running):  # nested ones come and go on the thread of a lane that is held
             if dispatch in reached:
                 continue
             reached[dispatch] = wait, by_way_of
@@ -292,7 +344,7 @@ class _TaskTree:
 
 
 def _describe(dispatch: Dispatch) -> str:
-    envelope = dispatch.what
+    envelope = dispatch.envelope
     state = envelope.state
     on = f"{type(state).__name__} at {id(state):#x}" if envelope.key is None else f"key {envelope.key!r}"
     return f"{envelope.event.name} of {on}"

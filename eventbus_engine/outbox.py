@@ -205,7 +205,8 @@ class Outbox:
         assert entry.sender is not None  # noqa: S101 -- its options have been checked
         if entry.quarantined:
             raise OutOfTimeError("the callback has been dropped from the run")
-        dispatch = Dispatch.begin(_Sending(), None, None, Lanes(), apart=self._apart)
+        dispatch = Dispatch.about(_Sending(), None, Lanes())
+        dispatch.apart = self._apart
         occasion = Occasion.begin(_Sending(), Snapshot(entry.name, (), {}), self._logger, dispatch)
         occasion.context = context_of(dispatch)
         self.running.add(dispatch)

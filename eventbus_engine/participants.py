@@ -33,6 +33,7 @@ from eventbus_engine.handlers import HOOK, Handler
 from eventbus_engine.limits import check_step
 from eventbus_engine.logger import is_destination
 from eventbus_engine.passes import ConflictWarning, check_constraints, find_conflicts
+from eventbus_engine.trace import Trace
 
 __all__ = ["Course", "Participants"]
 
@@ -47,7 +48,7 @@ class Course:
         event: the event.
 
     Attributes:
-        algorithms: all of them, each with its `match` and its key in the traces.
+        algorithms: all of them, each with its `match`, its key in the traces, and its trace where it does not match.
         inline: the callbacks with a hook for it that it waits for.
         background: those with a hook for it in the background.
         inline_alone: whether those inline are all there is besides the algorithms, and come behind them.
@@ -71,8 +72,9 @@ class Course:
 
     def __init__(self, participants: Participants, event: EventName) -> None:
         self.participants: Participants = participants
-        self.algorithms: list[tuple[AlgorithmEntry, Callable[[Any, Any], Any], str]] = [
-            (entry, entry.match, entry.keys[event]) for entry in participants.algorithms
+        self.algorithms: list[tuple[AlgorithmEntry, Callable[[Any, Any], Any], str, Trace]] = [
+            (entry, entry.match, entry.keys[event], Trace(entry.name, event, reason="not matched"))
+            for entry in participants.algorithms
         ]
         self.inline: list[Handler] = [hook for hook in participants.inline_hooks(event) if hook.owner.ready]
         self.background: list[Handler] = participants.background_hooks(event)
@@ -125,6 +127,8 @@ class Participants:
         self.seen_algorithms: tuple[Any, ...] = tuple(algorithms)
         self.seen_callbacks: tuple[Any, ...] = tuple(callbacks)
         self.seen_destinations: tuple[Any, ...] = tuple(destinations)
+        self._seen = (*self.seen_algorithms, *self.seen_callbacks, *self.seen_destinations)
+        self._sizes = len(self.seen_algorithms), len(self.seen_callbacks), len(self._seen)
         self.warned: set[frozenset[str]] = before.warned if before is not None else set()
         everybody = [*callbacks, *(d for d in destinations if not any(d is c for c in callbacks))]
         refuse_twice("algorithm", algorithms)
@@ -185,11 +189,9 @@ class Participants:
 
     def changed(self, algorithms: Sequence[Any], callbacks: Sequence[Any], destinations: Sequence[Any]) -> bool:
         """Whether these are others than the ones seen, by identity."""
-        return not (
-            _same(self.seen_algorithms, algorithms)
-            and _same(self.seen_callbacks, callbacks)
-            and _same(self.seen_destinations, destinations)
-        )
+        # All in one, because it is asked on every event of an engine whose state brings them.
+        now = (*algorithms, *callbacks, *destinations)
+        return (len(algorithms), len(callbacks), len(now)) != self._sizes or not all(map(is_, self._seen, now))
 
     def _warn_of_conflicts(self) -> None:
         for pair in find_conflicts(self.seen_algorithms):
@@ -204,10 +206,6 @@ class Participants:
 
 def _hooks_of(entries: Sequence[CallbackEntry], event: EventName) -> list[Handler]:
     return [entry.hooks[event] for entry in entries if event in entry.hooks]
-
-
-def _same(seen: tuple[Any, ...], now: Sequence[Any]) -> bool:
-    return len(seen) == len(now) and all(map(is_, seen, now))
 
 
 def _check_events(participant: Any, events: type[EventName]) -> None:

@@ -67,10 +67,9 @@ class Relay:
     """
 
     __slots__ = (
-        "_began",
+        "_ended",
         "_fan",
         "_fatal",
-        "_first",
         "_front",
         "_handed_on",
         "_loop",
@@ -87,8 +86,8 @@ class Relay:
         self._parent = parent
         self._pending: dict[Task[None], anyio.CancelScope] = {}
         self._fatal: BaseException | None = None
+        self._ended: BaseException | None = None
         self._handed_on = 0
-        self._first, self._began = 0, 0.0
         self._waiter: Future[None] | None = None
 
     def family(self) -> Iterator[tuple[int, int]]:
@@ -96,22 +95,34 @@ class Relay:
         for task in (*self._pending, self._front):
             yield id(task), id(self._parent)
 
-    async def run(self) -> BaseException | None:
-        """Run them; returns what ended it all before its time: a cancellation, say."""
+    def start(self) -> bool:
+        """Run them as far as that goes at once; whether `finish` is to be awaited."""
         fan, dispatch = self._fan, self._fan.occasion.dispatch
         if dispatch is not None:
             dispatch.task_id = dispatch.task_id or id(self._parent)
             dispatch.lanes.relays.add(self)
         try:
-            try:
-                self._start()
-                while fan.unfinished:
-                    self._start()
-                if self._pending:
-                    self._waiter = self._loop.create_future()
+            self._start_task()
+            while fan.unfinished:
+                self._start_task()
+        except BaseException as error:
+            self._fatal = error
+        if self._pending or self._fatal is not None:
+            return True
+        if dispatch is not None:
+            dispatch.lanes.relays.discard(self)
+        return False
+
+    async def finish(self) -> BaseException | None:
+        """Wait for those that have suspended; returns what ended it all before its time: a cancellation, say."""
+        dispatch = self._fan.occasion.dispatch
+        try:
+            if self._pending and self._fatal is None:
+                self._waiter = self._loop.create_future()
+                try:
                     await self._waiter
-            except BaseException as error:
-                self._fatal = error
+                except BaseException as error:
+                    self._fatal = error
             if self._pending:
                 await self._cancel()
         finally:
@@ -119,92 +130,87 @@ class Relay:
                 dispatch.lanes.relays.discard(self)
         return self._fatal
 
-    def _start(self) -> None:
+    def _start_task(self) -> None:
         """Start a task with the handler that comes next; it goes on with those after it while none suspends."""
         scope, fan, occasion = _scope_class()(), self._fan, self._fan.occasion
+        first, began = fan.at, perf_counter()
         task = _start_now(self._run_task(scope), self._loop, self._parent, fan.base.copy())
-        if task.done():
-            if not task.cancelled() and (error := task.exception()) is not None:
-                raise error
-            return
-        self._handed_on += 1
-        self._pending[task] = scope
-        self._look_back()
-        if occasion.now is not None:
-            occasion.begin_task(task, occasion.now.name, perf_counter_ns(), occasion.span)
-            occasion.now = None
-        fan.handlers[fan.at - 1].suspends = True
+        took, pending = perf_counter() - began, not task.done()
+        if pending:
+            self._handed_on += 1
+            self._pending[task] = scope
+            if occasion.now is not None:
+                occasion.begin_task(task, occasion.now.name, perf_counter_ns(), occasion.span)
+                occasion.now = None
+            fan.handlers[fan.at - 1].suspends = True
+        if took > fan.patience:
+            self._look_back(first, took)
+        if not pending and self._ended is not None and not isinstance(self._ended, asyncio.CancelledError):
+            _ = task.exception()  # or asyncio would complain that nobody has asked for it
+            raise self._ended
 
-    async def _run_task(self, scope: anyio.CancelScope) -> None:
-        """What a task does, inside its scope."""
+    async def _run_task(self, scope: anyio.CancelScope) -> None:  # noqa: PLR0912 -- a call less for each handler
+        """What a task does: run handlers until one has suspended, or has left behind what the next one would see."""
+        fan, occasion, turn = self._fan, self._fan.occasion, self._handed_on
+        handlers, state, logger, plain = fan.handlers, occasion.state, occasion.logger, occasion.tracer is None
+        at, end, before = fan.at, len(handlers), fan.base
+        awaited, fan.begun = fan.begun, None  # only of the first may anything have been awaited so far
+        occasion.since = 0
+        fatal: BaseException | None = None
         task = asyncio.current_task(self._loop)
         assert task is not None  # noqa: S101 -- it runs in one
         self._front = task
-        fatal: BaseException | None = None
         try:
             with scope:
-                await self._walk(task)
+                while True:
+                    handler = handlers[at]
+                    fan.at = at = at + 1
+                    if awaited is None and handler.timeout is None:
+                        occasion.span = span = None if plain else open_span(handler, occasion)
+                        occasion.now, call, takes = handler, handler.call, handler.takes
+                        try:
+                            steps = call(state, logger) if takes == HOOK else call(*occasion.arguments(takes))
+                            await (_watched(steps, handler, occasion.event) if handler.suspends else steps)
+                            if handler.heeded:
+                                handler.owner.succeeded()
+                            if span is not None:
+                                span.end("ok")
+                        except BaseException as error:
+                            self._judge(at - 1, handler, error, span)
+                    else:
+                        occasion.now = None
+                        await fan.run_one(at - 1, awaited, _nothing)
+                        awaited = None
+                    if turn != self._handed_on:
+                        return
+                    handler.suspends = handler.suspect
+                    try:
+                        if at == end or not handlers[at].is_async or task.cancelling() or copy_context() != before:
+                            break
+                    except Exception:  # an array in place of another, say, which cannot be compared
+                        break
+                occasion.now = None
         except BaseException as error:
             fatal = error
             raise
         finally:
-            self._end(task, fatal)
-
-    async def _walk(self, task: Task[Any]) -> None:
-        """Run handlers until one has suspended, or has left something behind that the next one would see."""
-        fan, occasion, turn = self._fan, self._fan.occasion, self._handed_on
-        handlers, state, logger, plain = fan.handlers, occasion.state, occasion.logger, occasion.tracer is None
-        at, end = fan.at, len(fan.handlers)
-        awaited, fan.begun = fan.begun, None  # only of the first may anything have been awaited so far
-        occasion.since = 0
-        self._first, self._began, before = at, perf_counter(), copy_context()
-        span: Activity | None = None
-        while True:
-            handler = handlers[at]
-            fan.at = at = at + 1
-            if awaited is None and handler.timeout is None:
-                if not plain:
-                    occasion.span = span = open_span(handler, occasion)
-                occasion.now = handler
-                try:
-                    if handler.takes == HOOK:
-                        steps = handler.call(state, logger)
-                    else:
-                        steps = handler.call(*occasion.arguments[handler.takes])
-                    await (_watched(steps, handler, occasion.event) if handler.suspends else steps)
-                    if handler.heeded:
-                        handler.owner.succeeded()
-                    if span is not None:
-                        span.end("ok")
-                except BaseException as error:
-                    self._judge(at - 1, handler, error, span)
-                if turn != self._handed_on:
-                    return
-                handler.suspends = handler.suspect
+            if turn == self._handed_on:
+                self._ended = fatal
             else:
-                occasion.now = None
-                await fan.run_one(at - 1, awaited, _nothing)
-                awaited = None
-                if turn != self._handed_on:
-                    return
-            if at == end or not handlers[at].is_async or task.cancelling() or copy_context() != before:
-                occasion.now = None
-                self._look_back()
-                return
+                self._end(task, fatal)
 
-    def _look_back(self) -> None:
-        """See whether those that a task has run in one step, up to here, have held up the event loop.
+    def _look_back(self, first: int, took: float) -> None:
+        """See which of those that a task has run in one step has held up the event loop.
 
-        Which of them has, shows as soon as each is timed by itself; until then, that would cost more than calling them.
+        That shows as soon as each is timed by itself; until then, it would cost more than calling them.
         """
-        took, fan = perf_counter() - self._began, self._fan
-        if took > fan.patience:
-            handlers = fan.handlers[self._first : fan.at]
-            if len(handlers) == 1:
-                check_step(handlers[0], fan.occasion.event, took)
-            elif any(took > handler.blocks_after for handler in handlers):
-                for handler in handlers:
-                    handler.suspect = handler.suspends = True
+        fan = self._fan
+        handlers = fan.handlers[first : fan.at]
+        if len(handlers) == 1:
+            check_step(handlers[0], fan.occasion.event, took)
+        elif any(took > handler.blocks_after for handler in handlers):
+            for handler in handlers:
+                handler.suspect = handler.suspends = True
 
     def _judge(self, at: int, handler: Handler, raised: BaseException, span: Activity | None) -> None:
         """Note what a handler has failed with; what is no failure of its own goes on from here."""
@@ -221,8 +227,7 @@ class Relay:
 
         The task says so itself: a callback of its own would come a turn of the event loop later.
         """
-        if self._pending.pop(task, None) is None:
-            return  # it has not suspended: whoever has started it sees to the rest
+        del self._pending[task]
         self._fan.occasion.end_task(task)
         if fatal is not None and not isinstance(fatal, asyncio.CancelledError):
             # No Exception: those are kept. It ends the others as well.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ class Roster:
         self._passes: list[AlgorithmPass] = []
         self._all_pure = True
         self._orders: dict[tuple[Any, ...], Order] = {}
+        self._turn = threading.RLock()
         # For which of them, and which version of the logger, `latest` is right without another look; none so far.
         self._logger: Any = self
         self._state: Any = None
@@ -70,14 +72,26 @@ class Roster:
         engine, logger = self._engine, self._logger
         if logger is engine.logger and self._state is engine.state and self._version == logger.version:
             return self.latest
+        state: Any = engine.state
         latest = self.latest
-        if latest.changed(self._live("algorithms"), self._live("callbacks"), self._destinations()):
-            self.latest = latest = self._gather(latest)
-            self._orders.clear()
+        if self._state_checked is state and len(self._theirs) == 2:
+            algorithms, callbacks = state.algorithms, state.callbacks  # as every event of a training run
+        else:
+            algorithms, callbacks = self._live("algorithms"), self._live("callbacks")
+        if latest.changed(algorithms, callbacks, self._destinations()):
+            latest = self._renew()
         # What was given to the engine stays, and a logger of ours says when its destinations change.
         if type(engine.logger) is Logger and not self._theirs:
             self._logger, self._state, self._version = engine.logger, engine.state, engine.logger.version
         return latest
+
+    def _renew(self) -> Participants:
+        # Two threads must not make two entries of one callback: each would open it.
+        with self._turn:
+            if self.latest.changed(self._live("algorithms"), self._live("callbacks"), self._destinations()):
+                self.latest = self._gather(self.latest)
+                self._orders.clear()
+            return self.latest
 
     def order(self, matched: list[AlgorithmEntry], event: EventName) -> Order:
         """The order of these algorithms, from memory where every pass depends on nothing else."""

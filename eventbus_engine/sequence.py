@@ -8,6 +8,7 @@ from functools import partial
 from time import perf_counter_ns, time_ns
 from typing import Any, TypeAlias
 
+from eventbus_engine._steps import without_loop
 from eventbus_engine.entries import AlgorithmEntry
 from eventbus_engine.errors import AsyncMatchError
 from eventbus_engine.event import EventName
@@ -17,7 +18,7 @@ from eventbus_engine.logger import Logger
 from eventbus_engine.participants import Course
 from eventbus_engine.plan import NO_ORDER, Order
 from eventbus_engine.telemetry.spans import EngineTracer, Template, handler_template
-from eventbus_engine.trace import Trace, Traces, new_trace, step_of
+from eventbus_engine.trace import Outcome, Trace, Traces, step_of, write_trace
 
 __all__ = ["Offload", "attach_traces", "matches", "run_algorithms"]
 
@@ -37,27 +38,18 @@ async def run_algorithms(course: Course, arrange: Arrange, occasion: Occasion, o
         Exception: whatever an algorithm, its `match` or a pass raised, with the traces so far as `exc.traces`.
     """
     event, state, logger = occasion.event, occasion.state, occasion.logger
-    cls, new = Trace, new_trace
     ran: Traces = {}
     traces: Traces = {}  # of those that did not match, until there are others
     matched: list[AlgorithmEntry] = []
     order = NO_ORDER
     entry: AlgorithmEntry | None = None
     try:
-        for entry, match, key in course.algorithms:
+        for entry, match, key, skipped in course.algorithms:
             result = match(event, state)
             if result is True or (result is not False and is_match(entry, result)):
                 matched.append(entry)
             else:
-                # Written by hand: the call of a class with ten arguments would be half as dear again.
-                traces[key] = trace = new(cls)
-                trace.name = entry.name
-                trace.event = event
-                trace.run = False
-                trace.outcome = "skipped"
-                trace.reason = "not matched"
-                trace.exit_code = trace.order = trace.error = None
-                trace.start_ns = trace.duration_ns = 0
+                traces[key] = skipped
         entry = None
         order = arrange(matched, event)
         if order.entries:
@@ -74,8 +66,8 @@ async def run_algorithms(course: Course, arrange: Arrange, occasion: Occasion, o
         raise
     finally:
         span = occasion.whole
-        if span and span.recording and (skipped := [trace.name for trace in traces.values() if not trace.run]):
-            span.set("eventbus.skipped", skipped)
+        if span and span.recording and (names := [trace.name for trace in traces.values() if not trace.run]):
+            span.set("eventbus.skipped", names)
         if traces and isinstance(logger, Logger) and logger.destinations and logger.takes("log_traces"):
             logger.log_traces(traces, step=step_of(event, state))
     return traces
@@ -117,29 +109,32 @@ async def _apply_all(
     now = perf_counter_ns()
     offset = time_ns() - now  # the wall clock once, a monotonic one within
     for position, entry in enumerate(entries):
-        trace = ran[entry.keys[event]] = Trace(entry.name, event, None, position, True, "ok")
+        error: BaseException | None = None
+        exit_code: Any = None
         # Without spans nothing happens between two of them: the end of one is the beginning of the next.
         if tracer is not None:
             occasion.span = span = tracer.open(_template_of(entry, event), order=position) if tracer.spans else None
             now = (span is not None and span.began) or perf_counter_ns()
         occasion.now, occasion.since = entry, now
         started = now
-        trace.start_ns = started + offset
         try:
             if entry.is_async and entry.timeout is None:
                 if dispatch is None or dispatch.task_id is None:
                     await occasion.enter_task()
-                trace.exit_code = await entry.apply(event, state, logger)
+                exit_code = await entry.apply(event, state, logger)
             else:
-                trace.exit_code = await _call(entry, occasion, offload)
-        except BaseException as error:
-            trace.error, trace.outcome = error, outcome_of(error)
+                exit_code = await _call(entry, occasion, offload)
+        except BaseException as raised:
+            error = raised
             add_note(error, f"in algorithm {entry.name} on {event.name}")
             raise
         finally:
             now = perf_counter_ns()
-            trace.duration_ns = now - started
             occasion.now = None
+            outcome: Outcome = "ok" if error is None else outcome_of(error)
+            ran[entry.keys[event]] = trace = write_trace(
+                entry.name, event, exit_code, position, outcome, error, started + offset, now - started
+            )
             if tracer is not None:
                 _end_span(entry, trace, occasion, tracer, now)
 
@@ -169,7 +164,7 @@ async def _call(entry: AlgorithmEntry, occasion: Occasion, offload: Offload | No
         await occasion.enter_task()
         with time_limit(entry.timeout or 0, f"algorithm {entry.name} did not finish {occasion.event.name}"):
             return await entry.apply(*arguments)
-    if offload is None:
+    if offload is None or without_loop.driven:
         result = entry.apply(*arguments)
     else:
         await occasion.enter_task()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from eventbus_engine._steps import need_loop, without_loop
 from eventbus_engine.bus import CallNext, Terminal
 from eventbus_engine.delivery import Delivery, Room
 from eventbus_engine.destinations import delivery_handler, discard
@@ -59,6 +60,8 @@ async def run_callbacks(
     """
     failures: Failures = []
     full: list[Room] = []
+    if without_loop.driven and _has_work(participants, occasion, call_next):
+        await need_loop()
     if traces is None:
         failures += await _run_destinations(participants, occasion, delivery, full)
     course = participants.course(occasion.event)
@@ -80,6 +83,17 @@ async def run_callbacks(
     if failures or down is not None:
         _raise(_in_order(failures, participants), down, occasion, traces or {})
     return {} if chain is None else chain.traces
+
+
+def _has_work(participants: Participants, occasion: Occasion, call_next: CallNext) -> bool:
+    """Whether there is anything behind the algorithms of an event: it belongs on the event loop."""
+    course, logger = participants.course(occasion.event), occasion.logger
+    if course.inline or course.background or not isinstance(call_next, Terminal) or call_next.bus._subscriptions:
+        return True
+    return any(
+        occasion.event in entry.hooks or not isinstance(logger, Logger) or logger.pending(entry.callback)
+        for entry in participants.destinations
+    )
 
 
 async def _run_destinations(

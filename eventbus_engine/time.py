@@ -48,7 +48,7 @@ class Time(Generic[NumberT_co]):
     unit: TimeUnit
 
     def __init__(self, value: NumberT_co, unit: TimeUnit | str) -> None:
-        unit = TimeUnit(unit)
+        unit = unit if type(unit) is TimeUnit else TimeUnit(unit)
         object.__setattr__(self, "value", check_value(value, unit))
         object.__setattr__(self, "unit", unit)
 
@@ -267,7 +267,10 @@ class Timestamp:
     def _advance(self, duration: timedelta | None, **overrides: FieldInput) -> Timestamp:
         took = _ZERO if duration is None else _check_field("batch_wct", duration)
         clocks = {name: getattr(self, name) + took for name in ("total_wct", "iteration_wct", "epoch_wct")}
-        return self.copy(**clocks | {"batch_wct": took} | overrides)
+        advanced, values = object.__new__(Timestamp), clocks | {"batch_wct": took} | overrides
+        for name in _START:  # of a timestamp, all of them, so that none needs another check
+            object.__setattr__(advanced, name, values[name] if name in values else getattr(self, name))
+        return advanced
 
     def to_next_batch(
         self, samples: Time[int] | int = 0, tokens: Time[int] | int = 0, duration: timedelta | None = None
@@ -314,9 +317,7 @@ class Timestamp:
         return self._advance(
             duration,
             iteration=self.iteration + 1,
-            epoch_in_iteration=0,
-            token_in_iteration=0,
-            iteration_wct=_ZERO,
+            **{name: _START[name] for name in ("epoch_in_iteration", "token_in_iteration", "iteration_wct")},
             **_EPOCH_START,
         )
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from eventbus_engine.event import EventName
 
-__all__ = ["Outcome", "Trace", "Traces", "batches_done", "format_trace", "new_trace", "step_of"]
+__all__ = ["Outcome", "Trace", "Traces", "batches_done", "format_trace", "step_of", "write_trace"]
 
 Outcome: TypeAlias = Literal["ok", "skipped", "failed", "timed_out", "cancelled"]
 
 
-@dataclass(slots=True)
-class Trace:
-    """The record of one algorithm on one event.
+class _Draft:
+    """A trace while it is being written."""
+
+    __slots__ = (
+        "duration_ns", "error", "event", "exit_code", "name", "order", "outcome", "reason", "run", "start_ns",
+    )  # fmt: skip
+
+
+@dataclass(slots=True, frozen=True)
+class Trace(_Draft):
+    """The record of one algorithm on one event. Frozen; `dataclasses.replace` makes a changed copy.
 
     Attributes:
         name: the algorithm's name, `#2` and so on appended for a second one of that name.
@@ -43,8 +50,32 @@ class Trace:
     duration_ns: int = 0
 
 
-new_trace: Callable[[type[Trace]], Trace] = object.__new__
-"""A Trace to be filled in, by who makes a great many."""
+def write_trace(
+    name: str,
+    event: EventName,
+    exit_code: int | None,
+    order: int,
+    outcome: Outcome,
+    error: BaseException | None,
+    start_ns: int,
+    duration_ns: int,
+) -> Trace:
+    """The trace of an algorithm that ran: written, then frozen, which takes a third of what calling the class does."""
+    draft: Any = _Draft()
+    draft.name = name
+    draft.event = event
+    draft.exit_code = exit_code
+    draft.order = order
+    draft.run = True
+    draft.outcome = outcome
+    draft.reason = ""
+    draft.error = error
+    draft.start_ns = start_ns
+    draft.duration_ns = duration_ns
+    draft.__class__ = Trace
+    trace: Trace = draft
+    return trace
+
 
 Traces: TypeAlias = dict[str, Trace]
 """Ordered: first what ran, in its order, then what did not. The key is `<name>/<EVENT>`: `layer_freezing/EPOCH_END`."""

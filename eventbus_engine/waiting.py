@@ -105,7 +105,8 @@ class Item:
     def begin(self) -> Occasion:
         """The event as the hook sees it: with the snapshot for the state, in the context it was published in."""
         if self._occasion is None:
-            self.begun = dispatch = Dispatch.begin(self._envelope, None, None, self._lanes, apart=self._apart)
+            self.begun = dispatch = Dispatch.about(self._envelope, None, self._lanes)
+            dispatch.apart = self._apart
             logger = self._logger
             bound = logger.bound_to(self._snapshot) if hasattr(logger, "bound_to") else logger
             self._context.run(enter_apart, dispatch)

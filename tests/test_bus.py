@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from time import time_ns
 from typing import Any, ClassVar
 from unittest.mock import AsyncMock, Mock
 
@@ -752,6 +753,37 @@ async def test_rule_3_current_envelope() -> None:
     assert seen == [True, True, True, None, None]
 
 
+@pytest.mark.parametrize("behind", [False, True])
+async def test_rule_3_the_envelope_is_one_and_says_what_was_published(behind: bool) -> None:
+    """Whoever asks gets the same, with the time of the publishing; the engine's own state is not the event's."""
+    seen: list[Envelope | None] = []
+    states: list[Any] = []
+
+    async def middleware(envelope: Envelope, call_next: CallNext) -> Traces:
+        return await call_next(envelope)
+
+    class Asking(Callback[Any]):
+        def order(self, state: Any, logger: Any) -> None:
+            seen.append(current_envelope())
+            states.append(state)
+
+    bus = EventBus([middleware] if behind else [])
+    record = Record()
+    bus.use(Engine(record, callbacks=[Asking(), Asking()], events=Shop))
+    bus.subscribe(seen.append)
+    before = time_ns()
+
+    await bus.publish(Shop.ORDER, 7)
+
+    first = seen[0]
+    assert first is not None
+    assert all(envelope is first for envelope in seen)
+    assert len(seen) == 3
+    assert states == [record, record]
+    assert (first.event, first.payload, first.state, first.key) == (Shop.ORDER, 7, None, None)
+    assert before <= first.time_ns <= time_ns()
+
+
 async def test_rule_3_handlers_of_many_shapes() -> None:
     """Partials, callable objects, sync and async mocks are called by what they are."""
 
@@ -795,3 +827,24 @@ async def test_rule_3_an_envelope_keeps_the_traceparent_it_was_first_read_under(
     with tracer.start_as_current_span("second"):
         assert envelope.traceparent == first
     assert first is not None
+
+
+async def test_who_subscribes_while_another_thread_looks_for_subscribers_is_heard() -> None:
+    """A trainer's events are handled on its own thread: what that looks up must not outlive what it was made from."""
+    bus, log = EventBus(), list[str]()
+
+    class LookedAt(tuple[EventName, ...]):
+        __slots__ = ()
+
+        def __iter__(self) -> Any:
+            if not log:
+                log.append("looked at")
+                bus.subscribe(lambda _: log.append("second"), Shop.ORDER)
+            return super().__iter__()
+
+    first = bus.subscribe(lambda _: log.append("first"), Shop.ORDER)
+    first.events = LookedAt(first.events)
+    for _ in range(2):
+        await bus.publish(Shop.ORDER)
+
+    assert log == ["looked at", "first", "first", "second"]

@@ -431,3 +431,11 @@ async def test_rule_6_1_a_coroutine_that_is_dropped_leaves_its_lane() -> None:
     coroutine.close()
 
     assert (len(engine.bus._lanes), len(engine._active)) == (0, 0)
+
+
+async def test_participants_that_another_thread_has_looked_at_meanwhile_stay() -> None:
+    """Two entries of one callback would each open it."""
+    engine: Engine[Any] = Engine(callbacks=[Callback()])
+    before = engine._roster.latest
+
+    assert engine._roster._renew() is before

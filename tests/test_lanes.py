@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Awaitable, Callable
+from contextvars import copy_context
 from typing import Any
 
 import anyio
@@ -13,6 +14,9 @@ import pytest
 from anyio.abc import TaskGroup
 
 from eventbus_engine import Callback, CallbackErrors, DeadlockError, Engine, Envelope, EventBus, EventName, algorithm
+from eventbus_engine._steps import without_loop
+from eventbus_engine.envelope import current
+from eventbus_engine.lanes import Dispatch
 
 pytestmark = pytest.mark.anyio
 
@@ -751,3 +755,61 @@ async def test_rule_4_9_two_handlers_waiting_for_one_lane_is_no_deadlock() -> No
             go.set()
 
     assert log == ["b of b", "None of b", "None of b", "a of a", "None of a", "None of a", "c of c"]
+
+
+async def test_a_lane_is_held_for_more_than_one_event() -> None:
+    """Behind who has it, and before who comes; the events of who holds it nest."""
+    bus, record, gate = EventBus(), Record(), Gate()
+    bus.subscribe(gate)
+    gate.open["first"] = anyio.Event()
+    log = gate.log
+
+    async def holder() -> None:
+        dispatch = Dispatch.about(Envelope(Flow.STEP, state=record), id(record), bus._lanes)
+        await bus._lanes.hold(dispatch)
+        log.append("held")
+        current.set(dispatch)
+        await bus.publish(Flow.STEP, "nested", state=record)
+        await settle()
+        log.append("left")
+        dispatch.running = False
+        bus._lanes.leave(dispatch)
+
+    async with anyio.create_task_group() as group:
+        for task in (lambda: bus.publish(Flow.STEP, "first", state=record), holder):
+            group.start_soon(task)
+            await settle()
+        group.start_soon(lambda: bus.publish(Flow.STEP, "last", state=record))
+        gate.open["first"].set()
+
+    assert log == ["first in", "first out", "held", "nested in", "nested out", "left", "last in", "last out"]
+    assert len(bus._lanes) == 0
+
+
+async def test_who_is_driven_on_a_thread_waits_for_a_lane_on_the_event_loop() -> None:
+    """There it may wait; to have to wait is no error, as there is a loop to go back to."""
+    bus, record, gate = EventBus(), Record(), Gate()
+    bus.subscribe(gate)
+    gate.open["first"] = anyio.Event()
+    steps = bus.publish(Flow.STEP, "driven", state=record).__await__()
+
+    async def rest() -> None:
+        class Rest:
+            def __await__(self) -> Any:
+                return (yield from steps)
+
+        await Rest()
+
+    def drive() -> None:
+        without_loop.around, without_loop.driven = None, True
+        steps.send(None)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(lambda: bus.publish(Flow.STEP, "first", state=record))
+        await settle()
+        await anyio.to_thread.run_sync(copy_context().run, drive)
+        group.start_soon(rest)
+        await settle()
+        gate.open["first"].set()
+
+    assert gate.log == ["first in", "first out", "driven in", "driven out"]

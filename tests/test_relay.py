@@ -367,3 +367,33 @@ async def test_cancelled_again_and_again_it_waits_all_the_same() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ended == ["slow"]
+
+
+@pytest.mark.anyio
+async def test_a_context_variable_may_hold_what_cannot_be_compared() -> None:
+    """An array refuses to say whether it equals another; each handler starts from the same one all the same."""
+
+    class Array:
+        def __eq__(self, other: object) -> bool:
+            raise ValueError("the truth value of an array is ambiguous")
+
+        __hash__ = None  # type: ignore[assignment]
+
+    array: ContextVar[Any] = ContextVar("array", default=None)
+    first = Array()
+    seen: list[bool] = []
+
+    @callback(Event.BATCH_END)
+    async def change(event: EventName, state: Any, logger: Any) -> None:
+        seen.append(array.get() is first)
+        array.set(Array())
+
+    @callback(Event.BATCH_END)
+    async def again(event: EventName, state: Any, logger: Any) -> None:
+        seen.append(array.get() is first)
+
+    array.set(first)
+    await Engine(callbacks=[change, again]).run_event(Event.BATCH_END, object())
+
+    assert seen == [True, True]
+    assert array.get() is first

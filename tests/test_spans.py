@@ -302,7 +302,7 @@ async def test_rule_7_2_eight_callbacks_of_ten_milliseconds(spans: Spans) -> Non
     """Eight that each await 10 ms finish one event in under twice that, as the dispatch span tells."""
     engine = Engine(
         events=Tick,
-        callbacks=[Watch(str(i), partial(anyio.sleep, 0.01)) for i in range(8)],
+        callbacks=[Watch(str(i), partial(anyio.sleep, 0.05)) for i in range(8)],
         tracer_provider=spans.provider,
     )
     await engine.run_event(Tick.TICK)
@@ -315,7 +315,7 @@ async def test_rule_7_2_eight_callbacks_of_ten_milliseconds(spans: Spans) -> Non
         start, end = interval(spans.one("dispatch tick"))
         durations.append((end - start) / 1e9)
 
-    assert 0.01 <= min(durations) < 0.02
+    assert 0.05 <= min(durations) < 0.1
 
 
 async def test_rule_7_2_a_pair_is_a_span_over_both_dispatches(spans: Spans) -> None:
@@ -532,7 +532,7 @@ async def test_rule_7_5_cancellation_is_an_error(spans: Spans) -> None:
         tracer_provider=spans.provider,
     )
 
-    with anyio.move_on_after(0.01):
+    with anyio.move_on_after(0.2):
         async with engine.pair(Tick.BEFORE_WRITE):
             await engine.run_event(Tick.TICK)
 
@@ -548,7 +548,7 @@ async def test_rule_7_5_a_cancelled_algorithm(spans: Spans) -> None:
     """The same for the algorithm under way."""
     engine = Engine(events=Tick, algorithms=[Step("a", action=anyio.sleep_forever)], tracer_provider=spans.provider)
 
-    with anyio.move_on_after(0.01):
+    with anyio.move_on_after(0.2):
         await engine.run_event(Tick.TICK)
 
     assert spans.attributes("algorithm a")["eventbus.outcome"] == "cancelled"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Generator
 from contextvars import copy_context
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from eventbus_engine._steps import FirstStep, leave_loop, need_loop, steps_of, without_loop
+from eventbus_engine._steps import NOWHERE, FirstStep, leave_loop, need_loop, steps_of, without_loop
 
 
 class Yielding:
@@ -135,16 +136,34 @@ async def test_leaving_a_loop_makes_a_context_fit_for_any_other() -> None:
     """A context taken from a task runs elsewhere: nothing in it says which library is running."""
     sniffio = pytest.importorskip("sniffio")
     context = copy_context()
-    context.run(without_loop.set, True)
+    context.run(sniffio.current_async_library_cvar.set, "any")
     context.run(leave_loop)
 
-    assert (context[without_loop], context[sniffio.current_async_library_cvar]) == (False, None)
+    assert context[sniffio.current_async_library_cvar] is None
 
 
 def test_leaving_a_loop_needs_no_sniffio(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later versions of anyio do without it where trio is not installed."""
     monkeypatch.delitem(sys.modules, "sniffio", raising=False)
     context = copy_context()
+    before = dict(context)
     context.run(leave_loop)
 
-    assert context[without_loop] is False
+    assert dict(context) == before
+
+
+def test_stepping_by_hand_ends_where_a_loop_is_started() -> None:
+    """A plain handler may start one of its own, under which there is no need to suspend."""
+
+    async def look() -> bool:
+        return without_loop.get()
+
+    before = without_loop.get()
+    without_loop.around = None
+    try:
+        while_stepping = without_loop.get()
+        in_a_loop = asyncio.run(look())
+    finally:
+        without_loop.around = NOWHERE
+
+    assert (before, while_stepping, in_a_loop) == (False, True, False)

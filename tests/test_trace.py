@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 
 from eventbus_engine import Event, EventName, Timestamp, Trace
-from eventbus_engine.trace import batches_done, format_trace, step_of
+from eventbus_engine.trace import batches_done, format_trace, step_of, write_trace
 
 ONE_BATCH = re.findall(
     r"\w+",
@@ -112,3 +115,23 @@ def test_a_blank_trace_is_one_that_was_skipped() -> None:
         "start_ns": 0,
         "duration_ns": 0,
     }
+
+
+def test_a_trace_is_frozen() -> None:
+    """It may be that of other events too; a changed copy is another one."""
+    trace = Trace("mixup", Event.INIT, reason="not matched")
+
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        trace.run = True  # type: ignore[misc]
+
+    assert dataclasses.replace(trace, run=True) == Trace("mixup", Event.INIT, run=True, reason="not matched")
+    assert trace == Trace("mixup", Event.INIT, reason="not matched")
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda trace: pickle.loads(pickle.dumps(trace))])
+def test_a_trace_that_ran_can_be_copied(again: Callable[[Trace], Trace]) -> None:
+    """It is written by another way than one that is made by hand, and is the same."""
+    trace = write_trace("mixup", Event.INIT, 1, 0, "ok", None, 5, 7)
+
+    assert again(trace) == Trace("mixup", Event.INIT, 1, 0, True, "ok", "", None, 5, 7)
+    assert type(trace) is Trace

@@ -176,22 +176,24 @@ class Recorder(EngineTracer):
             return _NOTHING
         if self.live is not None:
             return self.live.open(template, order=order, links=links, root=root)
-        inner = outer = current_context()
+        outer = current_context()
         parent = None if root else outer.get(SPAN_KEY)
         if type(parent) is RecordedSpan and parent.root.recorder is self:
             span = _new(RecordedSpan)
             span.extra = None
             span.root = parent.root
             span.parent_id = parent.span_id
-            alone = len(outer) == 1
+            # One of its own for every span, never changed: a task that a handler leaves behind keeps reading its ids.
+            inner = Context({SPAN_KEY: span} if len(outer) == 1 else {**outer, SPAN_KEY: span})
+        elif parent is None and self._takes is False:
+            return self._silence(outer)
         else:
             opened = self._open_root(parent, template, order, links, outer, root)
             if type(opened) is not RecordedSpan:
                 return opened
             span = opened
-            if type(span.root) is HeldRoot:
-                inner = Context({**outer, _HELD: span.root})
-            alone = not inner
+            held = {_HELD: span.root} if type(span.root) is HeldRoot else {}
+            inner = Context({**outer, **held, SPAN_KEY: span})
         span.template = template
         span.span_id = self._bits(64) or 1
         span.order = order
@@ -200,8 +202,7 @@ class Recorder(EngineTracer):
         span._outer = outer
         if links:
             span.links = tuple(links)
-        # One of its own for every span, and never changed: a task that a handler leaves behind keeps reading its ids.
-        set_context(Context({SPAN_KEY: span} if alone else {**inner, SPAN_KEY: span}))
+        set_context(inner)
         span.began = perf_counter_ns()
         # Last: another thread may hand on what is in there at any moment.
         self.open_spans.add(span)

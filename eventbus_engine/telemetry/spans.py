@@ -238,18 +238,17 @@ class TracerSource:
     def observer(self, meters: MeterSource) -> EngineTracer | None:
         """What opens spans, measures what runs, or both; None while nobody asked for either.
 
-        Nearly every event has this of telemetry and no more: one look at all the places that would say so.
+        Nearly every event has this of telemetry and no more: one look at all the places that would say otherwise.
         """
-        if (
-            meters.look_in
-            and self._own is None
-            and _GLOBAL.active is None
-            and _GLOBAL.asked
-            and ((given := otel._TRACER_PROVIDER) is None or given is _GLOBAL)
-            and CONFIGURED.metrics is None
-        ):
-            meters.look_in -= 1
-            return None
+        if meters.look_in and CONFIGURED.metrics is None:
+            provider = _GLOBAL.active if self._own is None else self._own
+            if provider is not None:
+                if provider is self._known:
+                    meters.look_in -= 1
+                    return self._tracer
+            elif _GLOBAL.asked and ((given := otel._TRACER_PROVIDER) is None or given is _GLOBAL):
+                meters.look_in -= 1
+                return None
         return meters.around(self.get())
 
 

@@ -20,11 +20,10 @@ from peers import Async, Plain, Suspending, close_peers
 from tables import Table, cell
 
 from eventbus_engine import Event
-from eventbus_engine.envelope import write_envelope
 from eventbus_engine.lanes import Dispatch as Handled
 from eventbus_engine.lanes import Lanes
 from eventbus_engine.relay import _scope_class, _start_now
-from eventbus_engine.trace import Trace, new_trace
+from eventbus_engine.trace import Trace
 
 Row = tuple[str, float, str, float | None]
 Hook = Callable[[Any, Any], Any]
@@ -40,7 +39,7 @@ def hooks(kind: type[Any]) -> list[Hook]:
 
 
 def plain() -> Dispatch:
-    """Three coroutines, an envelope, a dispatch on its lane, the context variable, and a guard around each call."""
+    """Three coroutines, a dispatch on its lane, the context variable, and a guard around each call."""
     called, state, lanes, running = hooks(Plain), object(), Lanes(), dict[Any, Any]()
 
     async def run_event() -> Any:
@@ -48,8 +47,7 @@ def plain() -> Dispatch:
 
     async def publish(event: Event, state: object) -> Any:
         lane, parent = id(state), CURRENT.get()
-        envelope = write_envelope(event, None, state, None)
-        dispatch = Handled.begin(envelope, parent, lane, lanes)
+        dispatch = Handled.publish(event, None, state, None, lane, lanes)
         if lanes.used.setdefault(lane, dispatch) is not dispatch:
             await lanes.wait(dispatch)
         CURRENT.set(dispatch)
@@ -100,20 +98,14 @@ def asynchronous() -> Dispatch:
 
 
 def not_matching() -> Dispatch:
-    """A call of `match` and a Trace each."""
-    algorithms = ours.algorithms(COUNT, matching=False)
-    matches = [(one.match, str(one.name), f"{one.name}/{EVENT.name}") for one in algorithms]
+    """A call of `match` and a Trace each, which may be the same on every event."""
+    matches = [
+        (one.match, f"{one.name}/{EVENT.name}", Trace(str(one.name), EVENT, reason="not matched"))
+        for one in ours.algorithms(COUNT, matching=False)
+    ]
 
     async def run_event() -> Any:
-        traces: dict[str, Trace] = {}
-        for match, name, key in matches:
-            if match(EVENT, None) is False:
-                traces[key] = trace = new_trace(Trace)
-                trace.name, trace.event, trace.run = name, EVENT, False
-                trace.outcome, trace.reason = "skipped", "not matched"
-                trace.exit_code = trace.order = trace.error = None
-                trace.start_ns = trace.duration_ns = 0
-        return traces
+        return {key: skipped for match, key, skipped in matches if match(EVENT, None) is False}
 
     return run_event
 
@@ -158,7 +150,7 @@ def group() -> Dispatch:
 
 BESIDE: dict[str, tuple[str, Callable[[], Dispatch], Callable[[], Dispatch]]] = {
     "8 plain callbacks": (
-        "three coroutines, envelope, lane, context variable, guarded calls",
+        "three coroutines, lane, context variable, guarded calls",
         plain,
         partial(ours.with_callbacks(Plain), COUNT),
     ),
