@@ -19,7 +19,8 @@ from torch import Tensor
 
 from eventbus_engine.errors import BatchError, ConfigurationError
 from eventbus_engine.event import Event
-from eventbus_engine.training.data import EXHAUSTED, BatchSource, count_samples, count_tokens, describe
+from eventbus_engine.training.data import count_samples, count_tokens, describe
+from eventbus_engine.training.source import EXHAUSTED, BatchSource
 from eventbus_engine.training.tracing import RunTracing
 
 __all__ = ["SECTIONS", "Batches", "Course", "Plain", "Scope"]

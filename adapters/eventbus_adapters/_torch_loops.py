@@ -17,7 +17,7 @@ from eventbus_engine.bus import current_envelope
 from eventbus_engine.engine import Engine
 from eventbus_engine.errors import ConfigurationError
 from eventbus_engine.event import Event
-from eventbus_engine.training.data import EXHAUSTED, BatchSource
+from eventbus_engine.training.source import EXHAUSTED, BatchSource
 from eventbus_engine.training.state import State
 from eventbus_engine.training.tracing import RunTracing
 from eventbus_engine.training.worker import InlineWorker

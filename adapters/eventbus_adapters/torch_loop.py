@@ -26,7 +26,7 @@ from eventbus_engine.event import Event
 from eventbus_engine.logger import Logger
 from eventbus_engine.time import Time, Timestamp
 from eventbus_engine.training.arguments import DURATION_UNITS, check_device, check_duration, check_optimizers
-from eventbus_engine.training.data import BatchSource
+from eventbus_engine.training.source import BatchSource
 from eventbus_engine.training.state import State
 from eventbus_engine.training.worker import ComputeWorker, InlineWorker, Worker
 

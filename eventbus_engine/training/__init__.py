@@ -6,6 +6,17 @@ from eventbus_engine.training.data import BatchKey
 from eventbus_engine.training.evaluator import Evaluator
 from eventbus_engine.training.model import BatchModel, LossFunction
 from eventbus_engine.training.state import Precision, State
+from eventbus_engine.training.surgery import NoEffectWarning, replace_modules
 from eventbus_engine.training.trainer import Trainer
 
-__all__ = ["BatchKey", "BatchModel", "Evaluator", "LossFunction", "Precision", "State", "Trainer"]
+__all__ = [
+    "BatchKey",
+    "BatchModel",
+    "Evaluator",
+    "LossFunction",
+    "NoEffectWarning",
+    "Precision",
+    "State",
+    "Trainer",
+    "replace_modules",
+]

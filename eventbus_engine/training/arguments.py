@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from eventbus_engine._options import is_async_callable
 from eventbus_engine.errors import ConfigurationError
 from eventbus_engine.logger import is_destination
 from eventbus_engine.time import Time, TimeUnit
 from eventbus_engine.training.device_timing import CudaClock, DeviceClock
-from eventbus_engine.training.state import PRECISIONS, Precision
+from eventbus_engine.training.state import AUTOCAST, Precision
 
 DURATION_UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECOND)
-INTERVAL_UNITS = (TimeUnit.EPOCH, TimeUnit.BATCH)
+INTERVAL_UNITS = (*DURATION_UNITS, TimeUnit.DURATION)
 
 
 def listed(given: Any) -> list[Any]:
@@ -52,12 +54,14 @@ def check_optimizers(given: Any) -> list[torch.optim.Optimizer]:
 
 
 def check_schedulers(given: Any) -> list[Any]:
-    """One or several objects with a `step()`."""
+    """One or several objects with a `step()`, or functions of the state."""
     schedulers = listed(given)
     for scheduler in schedulers:
-        if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
+        stepped = callable(getattr(scheduler, "step", None))
+        if isinstance(scheduler, type) or not (stepped or callable(scheduler)) or is_async_callable(scheduler):
             raise ConfigurationError(
-                f"{scheduler!r} is no scheduler; give instances of one of torch.optim.lr_scheduler's"
+                f"{scheduler!r} is no scheduler; give instances of one of torch.optim.lr_scheduler's or of one of "
+                f"eventbus_engine.training.schedulers', or plain functions (state) -> factor of the learning rates"
             )
         if isinstance(scheduler, ReduceLROnPlateau):
             raise ConfigurationError(
@@ -84,9 +88,14 @@ def check_device(given: Any, model: nn.Module) -> torch.device:
         parameter = next(model.parameters(), None)
         return torch.device("cpu") if parameter is None else parameter.device
     try:
-        return torch.device(given)
+        device = torch.device(given)
     except (RuntimeError, TypeError) as error:
         raise ConfigurationError(f"device={given!r} is no device; give 'cpu', 'cuda', 'cuda:1', 'mps' …") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError(
+            f"device={given!r}, but torch finds no CUDA device here; give 'cpu', or install a build of torch for it"
+        )
+    return device
 
 
 def check_cuda_timing(given: Any, device: torch.device) -> DeviceClock | None:
@@ -102,12 +111,27 @@ def check_cuda_timing(given: Any, device: torch.device) -> DeviceClock | None:
 
 
 def check_precision(given: Any) -> Precision:
-    """One of `PRECISIONS`, the first by default."""
-    for precision in PRECISIONS:
+    """One of the precisions, the first by default."""
+    for precision in AUTOCAST:
         if given in (precision, None):
             return precision
-    hint = ", as its loss would have to be scaled, which bfloat16 does not need" if given == "amp_fp16" else ""
-    raise ConfigurationError(f"precision={given!r} is not supported{hint}; use {' or '.join(map(repr, PRECISIONS))}")
+    raise ConfigurationError(f"precision={given!r} is not supported; use {', '.join(map(repr, AUTOCAST))}")
+
+
+def make_scaler(precision: Precision, device: torch.device) -> torch.amp.GradScaler | None:
+    """What keeps small gradients from vanishing, in the one precision whose range is too narrow for them."""
+    return torch.amp.GradScaler(device.type) if precision == "amp_fp16" else None
+
+
+def check_compile(given: Any) -> Mapping[str, Any] | None:
+    """The options of `torch.nn.Module.compile`; None to leave that out."""
+    if isinstance(given, bool):
+        return {} if given else None
+    if isinstance(given, Mapping):
+        return given
+    raise ConfigurationError(
+        f"compile={given!r}; give True, False, or the options of torch.compile, as in {{'mode': 'max-autotune'}}"
+    )
 
 
 def check_seed(given: Any) -> int | None:
@@ -125,3 +149,10 @@ def check_microbatches(given: Any) -> int:
     if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
         return given
     raise ConfigurationError(f"microbatches={given!r}; give into how many parts to cut a batch, 1 or more")
+
+
+def check_subset(given: Any) -> int | None:
+    """A number of batches, or None for all of them."""
+    if given is None or (isinstance(given, int) and not isinstance(given, bool) and given >= 1):
+        return given
+    raise ConfigurationError(f"subset_num_batches={given!r}; give how many batches to use, 1 or more, or None for all")

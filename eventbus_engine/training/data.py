@@ -1,4 +1,4 @@
-"""Batches: where they come from, and how to read, change, count, move and split one whatever its shape.
+"""Batches: how to read, change, count, move and split one whatever its shape.
 
 A batch is a tensor, or any nesting of tuples, lists, named tuples, mappings and dataclasses with tensors in it. The
 first dimension of every tensor is the sample. Nothing here changes a container it was given: the data set may still
@@ -8,21 +8,17 @@ hold it.
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from eventbus_engine.errors import BatchError, ConfigurationError
+from eventbus_engine.errors import BatchError
 
 __all__ = [
-    "EXHAUSTED",
     "BatchKey",
-    "BatchSource",
     "count_samples",
     "count_tokens",
     "describe",
@@ -34,88 +30,6 @@ __all__ = [
 
 BatchKey: TypeAlias = "int | str | Callable[..., Any] | tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]"
 """A position, a name (of a mapping's item, or of an attribute), a function of the batch, or a getter and a setter."""
-
-
-class _Exhausted:
-    def __repr__(self) -> str:
-        return "EXHAUSTED"
-
-
-EXHAUSTED: Final = _Exhausted()
-"""What `BatchSource.fetch` returns instead of a batch at the end of an epoch."""
-
-Compute: TypeAlias = Callable[..., Awaitable[Any]]
-"""`await compute(function, *args)`: `State.compute`."""
-
-
-class BatchSource:
-    """Fetches batches from a loader, a sync or an async iterable, one epoch after another.
-
-    An epoch that was left in the middle goes on where it was left; an exhausted one is followed by the next.
-
-    Args:
-        loader: anything that can be iterated again for each epoch: a `DataLoader`, a list of batches.
-        name: what to call it in errors.
-
-    Raises:
-        ConfigurationError: the loader cannot be iterated.
-    """
-
-    def __init__(self, loader: Any, name: str) -> None:
-        if not isinstance(loader, Iterable | AsyncIterable) and not hasattr(loader, "__getitem__"):
-            raise ConfigurationError(
-                f"{name} is a {type(loader).__name__}, which cannot be iterated; give a DataLoader, a list of batches, "
-                f"or any other iterable or async iterable"
-            )
-        self.loader: Any = loader
-        self._iterator: Any = None
-
-    @property
-    def length(self) -> int | None:
-        """Batches in an epoch, None where the loader does not know."""
-        try:
-            length: int = len(self.loader)
-        except TypeError:
-            return None
-        return length
-
-    async def fetch(self, compute: Compute, device: torch.device) -> Any:
-        """The next batch, on `device`, or `EXHAUSTED`. Sync loaders run under `compute`, async ones are awaited."""
-        if not isinstance(self.loader, AsyncIterable):
-            return await compute(self._next, device)
-        if self._iterator is None:
-            self._iterator = aiter(self.loader)
-        with self._forgetting_what_failed():
-            batch = await anext(self._iterator, EXHAUSTED)
-        if batch is EXHAUSTED:
-            self._iterator = None
-            return EXHAUSTED
-        return await compute(move, batch, device)
-
-    def _next(self, device: torch.device) -> Any:
-        if self._iterator is None:
-            self._iterator = iter(self.loader)
-        with self._forgetting_what_failed():
-            batch = next(self._iterator, EXHAUSTED)
-        if batch is EXHAUSTED:
-            self._iterator = None
-            return EXHAUSTED
-        return move(batch, device)
-
-    @contextmanager
-    def _forgetting_what_failed(self) -> Iterator[None]:
-        """A generator that has raised is spent, and would pass for one that has reached its end: begin anew instead."""
-        try:
-            yield
-        except BaseException:
-            self._iterator = None
-            raise
-
-    async def aclose(self) -> None:
-        """Let go of an epoch left in the middle, its worker processes or its async generator included."""
-        iterator, self._iterator = self._iterator, None
-        if inspect.isasyncgen(iterator):
-            await iterator.aclose()
 
 
 def get_item(batch: Any, key: BatchKey) -> Any:

@@ -1,23 +1,29 @@
-"""Evaluation: run the model over a loader without training it, and measure loss and accuracy."""
+"""Evaluation: run the model over loaders without training it, and measure it."""
 
 from __future__ import annotations
 
+import math
+import random
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from eventbus_engine.engine import Engine
 from eventbus_engine.errors import BatchError, ConfigurationError
 from eventbus_engine.event import Event
-from eventbus_engine.time import Timestamp
-from eventbus_engine.training.data import EXHAUSTED, BatchSource, count_samples, count_tokens
+from eventbus_engine.time import Time, Timestamp, TimeUnit
+from eventbus_engine.training.arguments import INTERVAL_UNITS, check_duration, check_subset
+from eventbus_engine.training.data import count_samples, count_tokens
+from eventbus_engine.training.metrics import Measures, Metric, name_metrics
 from eventbus_engine.training.model import compute_loss, forward, inputs_and_targets
+from eventbus_engine.training.source import EXHAUSTED, BatchSource
 from eventbus_engine.training.state import State
 
-__all__ = ["Evaluator", "Metrics", "evaluate", "make_evaluators"]
+__all__ = ["Evaluator", "eval_mode", "evaluate", "is_due", "kept_generators", "make_evaluators", "next_batch"]
 
 
 class Evaluator:
@@ -26,17 +32,36 @@ class Evaluator:
     Args:
         dataloader: yields batches of the same form as the training loader's.
         label: tells several evaluators apart.
+        metrics: what to measure besides the loss, instead of the accuracy: metrics of torchmetrics, or anything with
+            `update(outputs, targets)`, `compute()` and `reset()`; one, several, which go by the names of their classes,
+            or a mapping from names to them. They move to the run's device.
+        interval: how often to evaluate on it in `fit`, as the trainer's `eval_interval`, which is the default.
+        subset_num_batches: use so many batches of the loader and no more; all of them by default.
 
     Raises:
-        ConfigurationError: the loader cannot be iterated, or the label is empty.
+        ConfigurationError: the loader cannot be iterated, the label is empty, or another argument does not fit.
+        TimeFormatError: the interval does not parse.
     """
 
-    def __init__(self, dataloader: Any, label: str = "eval") -> None:
+    def __init__(
+        self,
+        dataloader: Any,
+        label: str = "eval",
+        *,
+        metrics: Any = None,
+        interval: str | int | Time | None = None,
+        subset_num_batches: int | None = None,
+    ) -> None:
         if not label:
             raise ConfigurationError(f"an evaluator's label is {label!r}; give a name, for example 'eval'")
         self.label = label
         self.dataloader = dataloader
         self.source: BatchSource = BatchSource(dataloader, f"the dataloader of evaluator {label!r}")
+        self.metrics: dict[str, Metric] | None = None if metrics is None else name_metrics(metrics, label)
+        self.interval: Time | None = None
+        if interval is not None:
+            self.interval = check_duration(f"interval of evaluator {label!r}", interval, INTERVAL_UNITS)
+        self.subset_num_batches: int | None = check_subset(subset_num_batches)
 
 
 def make_evaluators(eval_dataloader: Any) -> list[Evaluator]:
@@ -60,60 +85,53 @@ def make_evaluators(eval_dataloader: Any) -> list[Evaluator]:
     return evaluators
 
 
-class Metrics:
-    """The mean loss over all samples and, for classification, the accuracy.
+def is_due(interval: Time, before: Timestamp, now: Timestamp, max_duration: Time | None) -> bool:
+    """Whether an interval has come round between two moments of a run.
 
-    Outputs count as classification where they are logits of shape (N, classes) and the targets class indices of
-    shape (N,). The sums stay on the device until `compute`, so that no batch waits for the device.
+    Args:
+        interval: in any unit; one in DURATION is a fraction of `max_duration`, in whose unit it is counted.
+        before: the earlier moment.
+        now: the later one.
+        max_duration: of the run.
     """
-
-    def __init__(self) -> None:
-        self._samples = 0
-        self._loss: Tensor | None = None
-        self._classified = 0
-        self._correct: Tensor | None = None
-
-    def update(self, loss: Tensor, outputs: Any, targets: Any, samples: int) -> None:
-        """Add a batch: its mean loss, a tensor of one element, and what it was the loss of."""
-        self._samples += samples
-        total = loss.detach().to(torch.promote_types(loss.dtype, torch.float32)) * samples
-        self._loss = total if self._loss is None else self._loss + total
-        if _is_classification(outputs, targets):
-            correct = (outputs.detach().argmax(dim=1) == targets).sum()
-            self._classified += targets.shape[0]
-            self._correct = correct if self._correct is None else self._correct + correct
-
-    def compute(self) -> dict[str, float]:
-        """`loss`, and `accuracy` (0.0 to 1.0) if there was any classification."""
-        values: dict[str, float] = {}
-        if self._correct is not None:
-            values["accuracy"] = self._correct.item() / self._classified
-        if self._loss is not None:
-            values["loss"] = self._loss.item() / self._samples
-        return values
+    unit, every = interval.unit, float(interval.value)
+    if unit is TimeUnit.DURATION:
+        if max_duration is None:
+            return False
+        unit, every = max_duration.unit, every * max_duration.value
+        if not every:  # stopped in the first batch, and so at its end
+            return True
+    # A little more than nothing, or 0.3 of 10 batches would fall after the third, by rounding.
+    rounds_before, rounds_now = (math.floor(float(moment.get(unit).value) / every + 1e-9) for moment in (before, now))
+    return rounds_now > rounds_before
 
 
-def _is_classification(outputs: Any, targets: Any) -> bool:
-    return (
-        isinstance(outputs, Tensor)
-        and isinstance(targets, Tensor)
-        and (outputs.ndim, targets.ndim) == (2, 1)
-        and outputs.shape[0] == targets.shape[0] > 0
-        and not (targets.is_floating_point() or targets.dtype == torch.bool)
-    )
+async def next_batch(source: BatchSource, state: State, most: int | None) -> Any:
+    """Fetch the next batch of an evaluation or a prediction into the state; `EXHAUSTED` at the end, or after `most`."""
+    done = int(state.eval_timestamp.batch)
+    if done == 0:
+        await source.aclose()  # one that failed halfway has left its place
+    if done == most:
+        await source.aclose()
+        return EXHAUSTED
+    batch = await source.fetch(state.compute, state.device)
+    if batch is not EXHAUSTED:
+        state.batch = batch
+    return batch
 
 
 async def evaluate(state: State, engine: Engine[State], evaluators: Sequence[Evaluator]) -> None:
     """Run every evaluator, with its events, and leave the metrics in `state.metrics` and with the logger.
 
-    The batch, outputs and loss in the state, and the training mode of every module, are afterwards what they were.
+    The batch, outputs and loss in the state, the training mode of every module and the global generators are
+    afterwards what they were.
 
     Raises:
         BatchError: a loader yielded no batch.
     """
     kept = state.batch, state.outputs, state.loss
     try:
-        with _eval_mode(state.model):
+        with eval_mode(state.model), kept_generators():
             state.metrics = {}
             for evaluator in evaluators:
                 async with engine.pair(Event.EVAL_START):
@@ -126,41 +144,59 @@ async def evaluate(state: State, engine: Engine[State], evaluators: Sequence[Eva
 
 
 async def _run_evaluator(evaluator: Evaluator, state: State, engine: Engine[State]) -> dict[str, float]:
-    metrics = Metrics()
+    measures = await state.compute(Measures, evaluator.metrics, state.device)
     state.eval_timestamp = Timestamp()
-    while (batch := await evaluator.source.fetch(state.compute, state.device)) is not EXHAUSTED:
-        state.batch = batch
+    while (batch := await next_batch(evaluator.source, state, evaluator.subset_num_batches)) is not EXHAUSTED:
         samples = count_samples(batch)
         async with engine.pair(Event.EVAL_BATCH_START):
             async with engine.pair(Event.EVAL_BEFORE_FORWARD):
                 state.outputs = await state.compute(_forward, state)
-            await state.compute(_measure, state, metrics, samples)
+            await state.compute(_measure, state, measures, samples)
             state.eval_timestamp = state.eval_timestamp.to_next_batch(samples=samples, tokens=count_tokens(batch))
     if state.eval_timestamp.batch == 0:
         raise BatchError(
             f"the dataloader of evaluator {evaluator.label!r} yielded no batch; give a loader that can be iterated "
             f"again for every evaluation, not an iterator"
         )
-    return await state.compute(metrics.compute)
+    return await state.compute(measures.compute)
 
 
 def _forward(state: State) -> Any:
     with torch.no_grad(), state.precision_context():
-        return forward(state.model, state.batch, state.loss_fn)
+        return forward(state.model, state.batch, state.loss_fn, runner=state.runner)
 
 
-def _measure(state: State, metrics: Metrics, samples: int) -> None:
+def _measure(state: State, measures: Measures, samples: int) -> None:
     with torch.no_grad(), state.precision_context():
         loss = compute_loss(state.model, state.outputs, state.batch, state.loss_fn)
         try:
             targets = inputs_and_targets(state.batch)[1]
-        except BatchError:  # a model that reads its batches itself: its loss is all there is to measure
-            targets = None
-        metrics.update(loss, state.outputs, targets, samples)
+        except BatchError:
+            if measures.metrics:
+                raise
+            targets = None  # a model that reads its batches itself: its loss is all there is to measure
+        measures.update(loss, state.outputs, targets, samples)
 
 
 @contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
+def kept_generators() -> Iterator[None]:
+    """The global generators afterwards as before: a `DataLoader` draws from torch's whenever it is iterated.
+
+    Training goes on with the numbers that it would have drawn without an evaluation.
+    """
+    kept, plain, numpy = torch.get_rng_state(), random.getstate(), sys.modules.get("numpy")
+    arrays: Any = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(kept)
+        random.setstate(plain)
+        if numpy is not None and arrays is not None:
+            numpy.random.set_state(arrays)
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Every module in evaluation mode, and back in its own: some may be meant to stay frozen while training."""
     training = [module for module in model.modules() if module.training]
     model.eval()

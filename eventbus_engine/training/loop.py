@@ -7,22 +7,26 @@ modes itself: they belong to a thread, so there is never an `await` inside one o
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eventbus_engine._options import read_option
+from eventbus_engine._steps import need_loop
 from eventbus_engine.engine import Engine
 from eventbus_engine.errors import BatchError
 from eventbus_engine.event import Event
-from eventbus_engine.time import Time, TimeUnit
-from eventbus_engine.training.data import EXHAUSTED, BatchSource, count_samples, count_tokens, describe, split
-from eventbus_engine.training.evaluator import Evaluator, evaluate
+from eventbus_engine.time import Time, Timestamp, TimeUnit
+from eventbus_engine.training.data import count_samples, count_tokens, describe, split
+from eventbus_engine.training.evaluator import Evaluator, evaluate, is_due
+from eventbus_engine.training.learning_rates import set_learning_rates, step_schedulers
 from eventbus_engine.training.model import compute_loss, forward
+from eventbus_engine.training.section import Sections
+from eventbus_engine.training.source import EXHAUSTED, BatchSource
 from eventbus_engine.training.state import State
 from eventbus_engine.training.tracing import RunTracing
 
@@ -36,21 +40,24 @@ class TrainingLoop:
     Attributes:
         state: the state of the run.
         engine: publishes the events.
+        sections: run a batch on the training thread, as far as they get.
         source: the training batches.
-        evaluators: run every `eval_interval`.
-        eval_interval: in epochs or batches.
+        evaluators: run whenever their intervals come round.
+        eval_interval: of those that have none of their own.
         step_schedulers_every_batch: step the learning-rate schedulers with the batch instead of the epoch.
         tracing: opens the spans of the epochs, batches and evaluations.
     """
 
     state: State
     engine: Engine[State]
+    sections: Sections
     source: BatchSource
     evaluators: Sequence[Evaluator]
     eval_interval: Time
     step_schedulers_every_batch: bool
     tracing: RunTracing
     _lap: float = field(default=0.0, init=False)
+    _fresh: bool = field(default=False, init=False)  # the next forward pass is a batch's first
 
     async def fit(self) -> None:
         """One call of fit is one iteration, of as many epochs as `max_duration` allows."""
@@ -74,13 +81,16 @@ class TrainingLoop:
         if state.timestamp.batch_in_epoch == 0:  # else an earlier fit has stopped inside this epoch
             await engine.run_event(Event.EPOCH_START)
         while not self._is_over():
+            before = state.timestamp
             with self.tracing.unit("batch") as unit:
-                exhausted = not await self._run_batch()
+                # An async loader may publish, so nothing is held while it is waited for.
+                found = self._run_batch() if self.source.is_async else self.sections.run(self._run_batch)
+                exhausted = not await found
                 if exhausted:
                     unit.rename("end of data")
             if exhausted:
                 break
-            await self._evaluate_if_due(TimeUnit.BATCH)
+            await self._evaluate_if_due(before)
             with unit.resumed():
                 await engine.run_event(Event.BATCH_CHECKPOINT)
         else:
@@ -88,16 +98,16 @@ class TrainingLoop:
                 return False
             await self.source.aclose()  # known to be at its end, so nobody will ask it again
         if not self.step_schedulers_every_batch:
-            await state.compute(_step_schedulers, state)
-        state.timestamp = state.timestamp.to_next_epoch()
+            await state.compute(step_schedulers, state)
+        before, state.timestamp = state.timestamp, state.timestamp.to_next_epoch()
         await engine.run_event(Event.EPOCH_END)
-        await self._evaluate_if_due(TimeUnit.EPOCH)
+        await self._evaluate_if_due(before)
         await engine.run_event(Event.EPOCH_CHECKPOINT)
         return True
 
     async def _run_batch(self) -> bool:
         """Fetch the next batch and train on it; False if there is none."""
-        state, engine, timed = self.state, self.engine, self.tracing.timed
+        state, engine = self.state, self.engine
         async with engine.pair(Event.BEFORE_DATALOADER) as section:
             batch = await self.source.fetch(state.compute, state.device)
             if batch is EXHAUSTED:
@@ -107,39 +117,78 @@ class TrainingLoop:
             state.batch = batch
             samples, tokens = self._count(batch)  # now: algorithms may drop samples that the run has seen
 
+        if state.schedulers:
+            await state.compute(set_learning_rates, state)
         async with engine.pair(Event.BATCH_START):
-            await self._train_batch()
-            with self.tracing.section("optimizer"):
-                loss = await state.compute(timed("optimizer", _step), state)
-            if self.step_schedulers_every_batch:
-                await state.compute(_step_schedulers, state)
-            state.timestamp = state.timestamp.to_next_batch(samples, tokens, duration=self._next_lap())
+            loss = await self.sections.run(partial(self._train_and_step, samples, tokens))
+            await need_loop()  # a run that is cancelled ends here: the step counts, and nobody has heard of it yet
             engine.logger.log_metrics({"loss/train/total": loss})
         return True
 
+    async def _train_and_step(self, samples: int, tokens: int) -> float:
+        await self._train_batch()
+        state = self.state
+        # Together, so that nothing comes between: a step that was made is counted, whoever is cancelled meanwhile.
+        step = self.tracing.timed("optimizer", _step)
+        with self.tracing.section("optimizer"):
+            return await state.compute(self._step_and_count, step, samples, tokens)
+
+    def _step_and_count(self, step: Callable[[State], float], samples: int, tokens: int) -> float:
+        """Step optimizers and schedulers; the loss of the batch, as a number."""
+        state = self.state
+        loss = step(state)
+        if self.step_schedulers_every_batch:
+            step_schedulers(state)
+        state.timestamp = state.timestamp.to_next_batch(samples, tokens, duration=self._next_lap())
+        return loss
+
     async def _train_batch(self) -> None:
+        """The gradients of the batch, and its loss; what runs behind it may ask for them once more."""
+        state = self.state
+        try:
+            async with self.engine.pair(Event.BEFORE_TRAIN_BATCH):
+                self._fresh = True
+                state.loss = await self._backpropagate()
+                if state.scaler is not None:
+                    await state.compute(_unscale, state)
+                state._pass = self._backpropagate
+        finally:
+            state._pass = None
+
+    async def _backpropagate(self) -> Tensor:
         """Forward, loss and backward, a microbatch at a time; the gradients add up to the whole batch's."""
         state, engine, timed = self.state, self.engine, self.tracing.timed
-        async with engine.pair(Event.BEFORE_TRAIN_BATCH):
-            whole, total = state.batch, None
-            microbatches = await state.compute(_begin_batch, state)
-            for state.batch, weight in microbatches:
-                async with engine.pair(Event.BEFORE_FORWARD):
-                    state.outputs = await state.compute(timed("forward", _forward), state)
-                async with engine.pair(Event.BEFORE_LOSS):
-                    state.loss = await state.compute(timed("loss", _loss), state)
-                async with engine.pair(Event.BEFORE_BACKWARD):
-                    total = await state.compute(timed("backward", _backward), state, weight, total)
-            state.batch, state.loss = whole, total
+        whole, total = state.batch, None
+        create_graph = any(getattr(item, "backwards_create_graph", False) is True for item in state.algorithms)
+        parts = _microbatches(state)
+        for state.batch, weight in parts:
+            fresh, self._fresh = self._fresh, False
+            async with engine.pair(Event.BEFORE_FORWARD):
+                state.outputs = await state.compute(timed("forward", _forward), state, fresh)
+            async with engine.pair(Event.BEFORE_LOSS):
+                state.loss = await state.compute(timed("loss", _loss), state)
+            async with engine.pair(Event.BEFORE_BACKWARD):
+                total = await state.compute(timed("backward", _backward), state, weight, total, create_graph)
+            if create_graph:
+                await state.compute(_drop_graphs, state)
+        state.batch = whole
+        assert total is not None  # noqa: S101 -- a batch without samples has been refused
+        return total
 
-    async def _evaluate_if_due(self, unit: TimeUnit) -> None:
-        done = self.state.timestamp.get(unit)
-        if not self.evaluators or self.eval_interval.unit != unit or int(done) % int(self.eval_interval):
+    async def _evaluate_if_due(self, before: Timestamp) -> None:
+        """Run the evaluators whose intervals have come round since."""
+        state = self.state
+        due = [
+            evaluator
+            for evaluator in self.evaluators
+            if is_due(evaluator.interval or self.eval_interval, before, state.timestamp, state.max_duration)
+        ]
+        if not due:
             return
         started = time.perf_counter()
         with self.tracing.unit("eval"):
             async with self.engine.pair(Event.EVAL_BEFORE_ALL):
-                await evaluate(self.state, self.engine, self.evaluators)
+                await evaluate(state, self.engine, due)
         self._lap += time.perf_counter() - started  # evaluation is no part of the training time
 
     def _is_over(self) -> bool:
@@ -180,20 +229,24 @@ class TrainingLoop:
         )
 
 
-# ------------------------------------------------------------------------------------ the computations, on the worker
-
-
-def _begin_batch(state: State) -> list[tuple[Any, float]]:
-    """The microbatches, each with its part of the whole batch's samples."""
-    for optimizer in state.optimizers:
-        optimizer.zero_grad(set_to_none=True)
+def _microbatches(state: State) -> list[tuple[Any, float]]:
+    """The parts of the batch, each with its share of the samples."""
+    if state.microbatches == 1:
+        return [(part, 1.0) for part in split(state.batch, 1)]
     samples = count_samples(state.batch)
     return [(part, count_samples(part) / samples) for part in split(state.batch, state.microbatches)]
 
 
-def _forward(state: State) -> Any:
+# ------------------------------------------------------------------------------------ the computations, on the worker
+
+
+def _forward(state: State, fresh: bool) -> Any:
+    """The outputs; of the first microbatch, after the gradients of the batch before have been dropped."""
+    if fresh:
+        for optimizer in state.optimizers:
+            optimizer.zero_grad(set_to_none=True)
     with torch.enable_grad(), state.precision_context():
-        return forward(state.model, state.batch, state.loss_fn)
+        return forward(state.model, state.batch, state.loss_fn, runner=state.runner)
 
 
 def _loss(state: State) -> Tensor:
@@ -201,25 +254,56 @@ def _loss(state: State) -> Tensor:
         return compute_loss(state.model, state.outputs, state.batch, state.loss_fn)
 
 
-def _backward(state: State, weight: float, total: Tensor | None) -> Tensor:
+def _backward(state: State, weight: float, total: Tensor | None, create_graph: bool) -> Tensor:
     """Backpropagate, and add the microbatch's part to the loss of the whole batch."""
     assert state.loss is not None  # noqa: S101 -- the loss section has set it
-    create_graph = any(read_option(item, "backwards_create_graph", False) is True for item in state.algorithms)
     with torch.enable_grad():
         # The loss is a mean over the microbatch: weighted by its size, the gradient is that of the whole batch's mean.
-        (state.loss * weight).backward(create_graph=create_graph)  # type: ignore[no-untyped-call]
-    part = state.loss.detach() * weight
+        loss = state.loss if weight == 1 else state.loss * weight
+        if state.scaler is not None:
+            loss = state.scaler.scale(loss)
+        if create_graph:
+            _add_gradients_with_graph(loss, state)
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
+    part = state.loss.detach() if weight == 1 else state.loss.detach() * weight
     return part if total is None else total + part
+
+
+def _add_gradients_with_graph(loss: Tensor, state: State) -> None:
+    """As `loss.backward(create_graph=True)`, which warns of circles that `_drop_graphs` ends."""
+    parameters = [parameter for parameter in state.model.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def _drop_graphs(state: State) -> None:
+    """Gradients with a graph hold on to their parameters, which hold on to them."""
+    for parameter in state.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.detach()
+
+
+def _unscale(state: State) -> None:
+    assert state.scaler is not None  # noqa: S101 -- asked before
+    for optimizer in state.optimizers:
+        state.scaler.unscale_(optimizer)
 
 
 def _step(state: State) -> float:
     """Step the optimizers; the loss of the batch, as a number."""
     assert state.loss is not None  # noqa: S101 -- the batch has set it
     for optimizer in state.optimizers:
-        optimizer.step()
+        if state.scaler is None or not _has_gradients(optimizer):  # the scaler refuses one that has nothing to step
+            optimizer.step()
+        else:
+            state.scaler.step(optimizer)  # unless a gradient was not finite
+    if state.scaler is not None:
+        state.scaler.update()
     return float(state.loss.item())  # note: a CPU-GPU sync point, on the one thread that may wait
 
 
-def _step_schedulers(state: State) -> None:
-    for scheduler in state.schedulers:
-        scheduler.step()
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])

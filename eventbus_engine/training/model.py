@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from eventbus_engine.errors import BatchError, ConfigurationError
 from eventbus_engine.training.data import describe
 
-__all__ = ["BatchModel", "LossFunction", "TARGET_KEYS", "check_model", "compute_loss", "forward", "inputs_and_targets"]
+__all__ = [
+    "BatchModel",
+    "LossFunction",
+    "TARGET_KEYS",
+    "check_model",
+    "compute_loss",
+    "forward",
+    "inputs_and_targets",
+    "inputs_of",
+]
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 """`(outputs, targets) -> loss`, the mean over the samples, a tensor of one element."""
@@ -73,16 +82,42 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
     )
 
 
-def forward(model: nn.Module, batch: Any, loss: LossFunction | None) -> Any:
+def inputs_of(batch: Any) -> Any:
+    """What a model is called with for a batch that may have targets, as `inputs_and_targets` finds them, or not."""
+    try:
+        return inputs_and_targets(batch)[0]
+    except BatchError:
+        return batch
+
+
+def forward(
+    model: nn.Module,
+    batch: Any,
+    loss: LossFunction | None,
+    *,
+    targets: bool = True,
+    runner: Callable[..., Any] | None = None,
+) -> Any:
     """The outputs of the model for a batch. Inputs that are a mapping are passed by name.
+
+    Args:
+        model: the model.
+        batch: inputs and targets; or, without `loss`, what the model reads itself.
+        loss: the loss function beside the model, if there is one.
+        targets: whether the batch has to have targets; if not, one that has none is inputs as a whole.
+        runner: what to call in place of the model: the compiled one, say.
 
     Raises:
         BatchError: the batch is no inputs and targets, and the model does not read batches itself; or the model cannot
             take it. The error of the model is its cause.
     """
-    inputs = batch if loss is None else inputs_and_targets(batch)[0]
+    run = model if runner is None else runner
+    if loss is None:
+        inputs = batch
+    else:
+        inputs = inputs_and_targets(batch)[0] if targets else inputs_of(batch)
     try:
-        return model(**inputs) if isinstance(inputs, Mapping) and loss is not None else model(inputs)
+        return run(**inputs) if isinstance(inputs, Mapping) and loss is not None else run(inputs)
     except Exception as error:
         # What torch raises for shapes, types and indices that do not fit; a class of one's own means something else.
         if type(error) not in (RuntimeError, TypeError, ValueError, IndexError):

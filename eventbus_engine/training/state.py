@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
@@ -11,21 +11,26 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
+from eventbus_engine.errors import ConfigurationError
 from eventbus_engine.time import Time, Timestamp, TimeUnit
 from eventbus_engine.training import data
 from eventbus_engine.training.data import BatchKey
 from eventbus_engine.training.model import LossFunction
 from eventbus_engine.training.worker import InlineWorker, Worker
 
-__all__ = ["PRECISIONS", "Precision", "State"]
+__all__ = ["AUTOCAST", "Precision", "State"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-Precision: TypeAlias = Literal["fp32", "amp_bf16"]
-"""`fp32`: the parameters' own type throughout. `amp_bf16`: forward and loss under autocast to bfloat16."""
+Precision: TypeAlias = Literal["fp32", "amp_bf16", "amp_fp16"]
+"""`fp32`: the parameters' own type throughout. `amp_bf16`, `amp_fp16`: forward and loss under autocast to that type."""
 
-PRECISIONS: tuple[Precision, ...] = ("fp32", "amp_bf16")
+AUTOCAST: dict[Precision, torch.dtype | None] = {
+    "fp32": None,
+    "amp_bf16": torch.bfloat16,
+    "amp_fp16": torch.float16,
+}
 
 
 @dataclass(eq=False)
@@ -37,13 +42,14 @@ class State:
         optimizers: stepped after every batch.
         schedulers: learning-rate schedulers, stepped after every epoch, or every batch if the trainer is told so.
         train_dataloader: the loader that `fit` iterates.
-        eval_dataloader: what evaluation iterates: a loader, or `Evaluator`s.
         loss_fn: `(outputs, targets) -> loss`; None where the model brings its own.
         algorithms: the algorithms in registration order. Live: what is added takes part from the next event on.
         callbacks: the callbacks and logger destinations, live as well.
         max_duration: when `fit` ends.
         device: where the model and the batches are.
         precision: the number format of the forward pass.
+        scaler: with `amp_fp16`, what keeps small gradients from vanishing in float16: it scales the loss for the
+            backward pass, so that gradients are scaled from AFTER_BACKWARD up to, not including, AFTER_TRAIN_BATCH.
         seed: what the run was seeded with, None if it was not.
         microbatches: into how many parts each batch is cut for forward and backward.
         run_name: the name of the run.
@@ -53,7 +59,7 @@ class State:
         loss: a tensor of one element: the microbatch's loss, with its graph, from BEFORE_LOSS to AFTER_BACKWARD; the
             whole batch's, detached, from AFTER_TRAIN_BATCH on.
         timestamp: how far training is. The batch counts as done from BATCH_END on.
-        eval_timestamp: how far the evaluation in progress is.
+        eval_timestamp: how far the evaluation, or the prediction, in progress is.
         metrics: the metrics of the latest evaluation, under the names they are logged by: `metrics/eval/accuracy`.
     """
 
@@ -62,13 +68,13 @@ class State:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     schedulers: list[Any] = field(default_factory=list)
     train_dataloader: Any = None
-    eval_dataloader: Any = None
     loss_fn: LossFunction | None = None
     algorithms: list[Any] = field(default_factory=list)
     callbacks: list[Any] = field(default_factory=list)
     max_duration: Time | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     precision: Precision = "fp32"
+    scaler: torch.amp.GradScaler | None = None
     seed: int | None = None
     microbatches: int = 1
     run_name: str = "run"
@@ -84,6 +90,8 @@ class State:
     def __post_init__(self, worker: Worker | None) -> None:
         """Without a worker, computations run inline."""
         self._worker: Worker = worker or InlineWorker()
+        self._compiled: tuple[nn.Module, Callable[..., Any]] | None = None
+        self._pass: Callable[[], Awaitable[Tensor]] | None = None  # the loop's, while there is a batch to repeat
 
     async def compute(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a long computation where it does not hold up the event loop: on the trainer's worker thread.
@@ -104,14 +112,60 @@ class State:
 
     def _on_device(self, function: Callable[..., T], args: Any, kwargs: Any) -> T:
         # The current CUDA device is kept per thread, so it is set where the work is done.
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+        if self.device.type != "cuda":
             return function(*args, **kwargs)
+        with torch.cuda.device(self.device):
+            return function(*args, **kwargs)
+
+    @property
+    def runner(self) -> Callable[..., Any]:
+        """What to call for a forward pass: `model`, or what `compile` has made of it."""
+        if self._compiled is not None and self._compiled[0] is self.model:
+            return self._compiled[1]
+        return self.model
+
+    def compile(self, **options: Any) -> None:
+        """From here on run the model compiled; what it is made of, and called, stays as it is.
+
+        Args:
+            **options: of `torch.compile`.
+        """
+        # Not `model.compile()`, which compiles nothing where the model is one of torch's own, a Sequential, say.
+        self._compiled = self.model, torch.compile(self.model, **options)
+
+    async def backpropagate(self) -> Tensor:
+        """Run forward, loss and backward of the batch in progress once more, with the parameters as they are now.
+
+        For an algorithm that needs the gradients at another point than the loop's, on AFTER_TRAIN_BATCH, in an async
+        `apply`. The batch goes through a microbatch at a time, with the events of each, and its gradients are added to
+        those that are there. `batch` and `loss` are afterwards what they were.
+
+        Returns:
+            The mean loss over the samples of the whole batch, detached.
+
+        Raises:
+            ConfigurationError: it is not AFTER_TRAIN_BATCH of a Trainer's batch, or the precision is `amp_fp16`.
+        """
+        if self._pass is None:
+            raise ConfigurationError(
+                "there is no batch to backpropagate once more: await state.backpropagate() in an async apply on "
+                "AFTER_TRAIN_BATCH, in a run of the Trainer"
+            )
+        if self.scaler is not None:
+            raise ConfigurationError(
+                "a second backward pass in one step does not go with precision='amp_fp16', whose scaler has checked "
+                "the gradients already; use 'amp_bf16', or 'fp32'"
+            )
+        kept = self.batch, self.loss
+        try:
+            return await self._pass()
+        finally:
+            self.batch, self.loss = kept
 
     def precision_context(self) -> AbstractContextManager[Any]:
         """Autocast as `precision` says. It belongs to the thread that enters it: never await inside."""
-        if self.precision == "amp_bf16":
-            return torch.autocast(self.device.type, dtype=torch.bfloat16)
-        return contextlib.nullcontext()
+        dtype = AUTOCAST[self.precision]
+        return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def batch_get_item(self, key: BatchKey) -> Any:
         """One part of the batch: by position, name, or a function of the batch.

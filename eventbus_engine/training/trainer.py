@@ -1,4 +1,4 @@
-"""`Trainer`: puts a model, its data and its participants together, and runs `fit` and `eval` on them."""
+"""`Trainer`: puts a model, its data and its participants together, and runs `fit`, `eval` and `predict` on them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import os
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 
 import anyio
 import torch
+from anyio.abc import TaskGroup
 from opentelemetry.trace import TracerProvider
 from torch import nn
 
@@ -26,6 +27,7 @@ from eventbus_engine.time import Time
 from eventbus_engine.training.arguments import (
     DURATION_UNITS,
     INTERVAL_UNITS,
+    check_compile,
     check_cuda_timing,
     check_device,
     check_duration,
@@ -35,12 +37,16 @@ from eventbus_engine.training.arguments import (
     check_precision,
     check_schedulers,
     check_seed,
+    check_subset,
     listed,
+    make_scaler,
 )
-from eventbus_engine.training.data import BatchSource
 from eventbus_engine.training.evaluator import evaluate, make_evaluators
 from eventbus_engine.training.loop import TrainingLoop
 from eventbus_engine.training.model import LossFunction, check_model
+from eventbus_engine.training.prediction import predict
+from eventbus_engine.training.section import Sections
+from eventbus_engine.training.source import BatchSource
 from eventbus_engine.training.state import Precision, State
 from eventbus_engine.training.tracing import RunTracing
 from eventbus_engine.training.worker import ComputeWorker, InlineWorker, Worker
@@ -62,7 +68,7 @@ class Trainer:
             await trainer.fit("100ba")
             metrics = await trainer.eval()
 
-    The constructor runs nothing: INIT fires first thing in the first `fit` or `eval`.
+    The constructor runs nothing: INIT fires first thing in the first `fit`, `eval` or `predict`.
 
     Attributes:
         state: the blackboard that algorithms and callbacks work on.
@@ -82,13 +88,16 @@ class Trainer:
         loggers: destinations of what is logged.
         algorithm_passes: passes besides the default ones, in any of the engine's forms.
         device: where to train, `"cuda"` for example; by default where the model's parameters are.
-        precision: `"fp32"` (default) or `"amp_bf16"`.
+        precision: `"fp32"` (default), `"amp_bf16"`, or `"amp_fp16"`, which scales the loss.
         seed: seeds `random`, `torch` and, where it is imported, `numpy`, once, before INIT: the same seed then gives
             the same losses. None leaves the generators alone. What the model was initialised with came before.
+        compile: compile the model's forward pass by `torch.compile`, once INIT is over; a mapping has its options, as
+            in `{"mode": "max-autotune"}`.
         offload: whether computations run on a worker thread, so that the event loop keeps beating; False runs the
             same loop inline.
         microbatches: into how many parts to cut each batch, to save memory; the gradient is that of the whole batch.
-        eval_interval: how often to evaluate, in epochs or batches: `"1ep"`, `"200ba"`.
+        eval_interval: how often to evaluate, where an `Evaluator` does not say it itself: `"1ep"`, `"200ba"`, or any
+            other duration, `"0.1dur"` for a tenth of the run.
         step_schedulers_every_batch: step the schedulers after every batch instead.
         run_name: by default the time and a few random letters.
         tracer_provider: where spans go; OpenTelemetry's global provider by default.
@@ -117,6 +126,7 @@ class Trainer:
         device: str | torch.device | None = None,
         precision: Precision | None = None,
         seed: int | None = None,
+        compile: bool | Mapping[str, Any] = False,
         offload: bool = True,
         microbatches: int = 1,
         eval_interval: str | int | Time = "1ep",
@@ -129,19 +139,20 @@ class Trainer:
         source = BatchSource(train_dataloader, "train_dataloader")
         evaluators = make_evaluators(eval_dataloader)
         interval = check_duration("eval_interval", eval_interval, INTERVAL_UNITS)
+        where, number_format = check_device(device, model), check_precision(precision)
         self._worker: Worker = ComputeWorker() if offload else InlineWorker()
         self.state: State = State(
             model,
             optimizers=check_optimizers(optimizers),
             schedulers=check_schedulers(schedulers),
             train_dataloader=train_dataloader,
-            eval_dataloader=eval_dataloader,
             loss_fn=loss,
             algorithms=listed(algorithms),
             callbacks=[*check_loggers(loggers), *listed(callbacks)],
             max_duration=check_duration("max_duration", max_duration, DURATION_UNITS),
-            device=check_device(device, model),
-            precision=check_precision(precision),
+            device=where,
+            precision=number_format,
+            scaler=make_scaler(number_format, where),
             seed=check_seed(seed),
             microbatches=check_microbatches(microbatches),
             run_name=run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}",
@@ -153,9 +164,12 @@ class Trainer:
             self.engine.offload = self.state.compute
         clock = check_cuda_timing(cuda_timing, self.state.device)
         self._tracing = RunTracing(self.engine.tracers, self.state, clock=clock)
+        sections = Sections(self.engine, self._worker)
         self._loop = TrainingLoop(
-            self.state, self.engine, source, evaluators, interval, step_schedulers_every_batch, self._tracing
+            self.state, self.engine, sections, source, evaluators, interval, step_schedulers_every_batch, self._tracing
         )
+        self._compile = check_compile(compile)
+        self._tasks: TaskGroup | None = None  # of async loaders that work ahead
         self._initialised = self._entered = self._busy = False
 
     @property
@@ -182,38 +196,71 @@ class Trainer:
                 raise ConfigurationError("there is nothing to step: give the Trainer optimizers=")
             await self._loop.fit()
 
-    async def eval(self) -> dict[str, float]:
+    async def eval(self, eval_dataloader: Any = None) -> dict[str, float]:
         """Evaluate now, and return the metrics, by the names they are logged under: `metrics/eval/accuracy`.
 
         It opens the trainer and closes it at the end, whatever that end is, unless it is open already.
+
+        Args:
+            eval_dataloader: a loader, or several `Evaluator`s; by default the trainer's own.
 
         Raises:
             ConfigurationError: there is no eval_dataloader, or a fit is running.
             BatchError: a batch cannot be used; it says what would.
             EngineClosedError: the trainer is closed.
         """
-        if not self._loop.evaluators:
+        evaluators = make_evaluators(eval_dataloader) or self._loop.evaluators
+        if not evaluators:
             raise ConfigurationError("there is nothing to evaluate on: give the Trainer eval_dataloader=")
-        async with self._session():
+        sources = [] if eval_dataloader is None else [evaluator.source for evaluator in evaluators]
+        async with self._session(), self._lent(sources):
             await self._initialise()
             with self._tracing.unit("eval"):
                 async with self.engine.pair(Event.EVAL_STANDALONE_START):
-                    await evaluate(self.state, self.engine, self._loop.evaluators)
+                    await evaluate(self.state, self.engine, evaluators)
         return dict(self.state.metrics)
+
+    async def predict(
+        self, dataloader: Any, *, subset_num_batches: int | None = None, return_outputs: bool = True
+    ) -> list[Any]:
+        """Run the model over a loader, and return what it says.
+
+        It opens the trainer and closes it at the end, whatever that end is, unless it is open already.
+
+        Args:
+            dataloader: yields batches of the same form as the training loader's, or inputs alone.
+            subset_num_batches: use so many batches and no more; all of them by default.
+            return_outputs: False for callbacks that take them from `state.outputs` as they come.
+
+        Returns:
+            The model's outputs for each batch, on the CPU; nothing without `return_outputs`.
+
+        Raises:
+            ConfigurationError: the loader cannot be iterated, or a fit is running.
+            BatchError: a batch cannot be used; it says what would.
+            EngineClosedError: the trainer is closed.
+        """
+        source, most = BatchSource(dataloader, "dataloader"), check_subset(subset_num_batches)
+        async with self._session(), self._lent([source]):
+            await self._initialise()
+            with self._tracing.unit("predict"):
+                return await predict(self.state, self.engine, source, most, return_outputs)
 
     async def close(self) -> CloseReport:
         """Close the engine, which delivers and closes what takes part in it, the data and the worker thread."""
         try:
             return await self.engine.close()
         finally:
-            with anyio.CancelScope(shield=True):
-                for source in (self._loop.source, *(evaluator.source for evaluator in self._loop.evaluators)):
-                    await source.aclose()
+            await _close(self._sources())
             self._worker.close()
 
     async def __aenter__(self) -> Self:
         self._refuse_closed()
         await self.engine.__aenter__()
+        self._tasks = anyio.create_task_group()
+        await self._tasks.__aenter__()
+        for source in self._sources():
+            source.prefetch_in(self._tasks)
         self._entered = True
         return self
 
@@ -221,12 +268,32 @@ class Trainer:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         self._entered = False
+        assert self._tasks is not None  # noqa: S101 -- entered
         try:
-            await self.engine.__aexit__(kind, error, tb)
+            # What works ahead ends here and fails nowhere else, so that an error of the block leaves as itself.
+            try:
+                await _close(self._sources())
+                await self._tasks.__aexit__(None, None, None)
+            finally:
+                # Also where the tasks end by a cancellation: the engine has a group of its own to leave.
+                await self.engine.__aexit__(kind, error, tb)
         finally:
             # Closing has its own deadlines, and has to happen all the more when the run is cancelled.
             with anyio.CancelScope(shield=True):
                 await self.close()
+
+    def _sources(self) -> list[BatchSource]:
+        return [self._loop.source, *(evaluator.source for evaluator in self._loop.evaluators)]
+
+    @asynccontextmanager
+    async def _lent(self, sources: Sequence[BatchSource]) -> AsyncIterator[None]:
+        """Sources that are the caller's, for one call."""
+        for source in sources:
+            source.prefetch_in(self._tasks)
+        try:
+            yield
+        finally:
+            await _close(sources)
 
     @asynccontextmanager
     async def _session(self) -> AsyncIterator[None]:
@@ -252,8 +319,8 @@ class Trainer:
     def _refuse_closed(self) -> None:
         if self.engine.closed:
             raise EngineClosedError(
-                "this trainer is closed: fit() and eval() close what they open; to call them more than once, keep it "
-                "open with `async with trainer:`"
+                "this trainer is closed: fit(), eval() and predict() close what they open; to call them more than "
+                "once, keep it open with `async with trainer:`"
             )
 
     def _extend(self, more: Time | None) -> None:
@@ -275,9 +342,17 @@ class Trainer:
             _seed_everything(self.state.seed)
         await self.engine.run_event(Event.INIT)
         await self.state.compute(self.state.model.to, self.state.device)
+        if self._compile is not None:
+            self.state.compile(**self._compile)
         async with self.engine.pair(Event.BEFORE_LOAD):
             pass  # what a checkpoint would put back goes here
         self._initialised = True
+
+
+async def _close(sources: Sequence[BatchSource]) -> None:
+    with anyio.CancelScope(shield=True):
+        for source in sources:
+            await source.aclose()
 
 
 def _seed_everything(seed: int) -> None:

@@ -7,17 +7,19 @@ collectives) then has one owner. `InlineWorker` has the same interface and runs 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import contextvars
 import threading
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Coroutine, Generator
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple, Unpack
+from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar, TypeVarTuple, Unpack
 
 import anyio
-from anyio import from_thread
-from anyio.lowlevel import EventLoopToken, checkpoint_if_cancelled, current_token
+from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
+from eventbus_engine._steps import NOWHERE, without_loop
 from eventbus_engine.errors import EngineClosedError
 
 __all__ = ["ComputeWorker", "InlineWorker", "Worker"]
@@ -25,12 +27,22 @@ __all__ = ["ComputeWorker", "InlineWorker", "Worker"]
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
+_Post: TypeAlias = Callable[[Callable[[], None]], object]
+"""Has the event loop call something soon, from any thread, without waiting until it has."""
+
 
 class Worker(Protocol):
     """What runs the computations of a trainer."""
 
+    apart: ClassVar[bool]
+    """Whether that is on a thread of its own."""
+
     async def run(self, function: Callable[[Unpack[Ts]], T], *args: *Ts) -> T:
         """Call `function(*args)` under a copy of the caller's context variables and return what it returns."""
+        ...
+
+    async def drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine where the computations run, as far as it gets without an event loop, and then here."""
         ...
 
     def close(self, timeout: float = 10.0) -> bool:
@@ -40,6 +52,8 @@ class Worker(Protocol):
 
 class InlineWorker:
     """Runs everything at once on the calling thread: the event loop stands still meanwhile."""
+
+    apart: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._closed = False
@@ -54,6 +68,15 @@ class InlineWorker:
             raise _closed_error()
         return contextvars.copy_context().run(function, *args)
 
+    async def drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Await it: here is where the computations run. The event loop gets a turn first, and may cancel the caller."""
+        try:
+            await checkpoint()
+        except BaseException:
+            coroutine.close()
+            raise
+        return await coroutine
+
     def close(self, timeout: float = 10.0) -> bool:
         """Take no more work. Always True: nothing outlives its `run`."""
         self._closed = True
@@ -62,6 +85,8 @@ class InlineWorker:
 
 class ComputeWorker:
     """Runs everything, in order of arrival, on one daemon thread, which starts with the first `run`."""
+
+    apart: ClassVar[bool] = True
 
     def __init__(self, name: str = "eventbus-engine-compute") -> None:
         self._name = name
@@ -87,6 +112,32 @@ class ComputeWorker:
         job = _Job(lambda: function(*args))
         self._submit(job)
         return await job.wait()
+
+    async def drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the thread, as far as it gets without an event loop; from there on it runs here.
+
+        What it runs by `run` meanwhile, it runs without a trip to the thread and back: it is there already. It needs
+        the event loop where it calls `need_loop`, as the engine does before callbacks and whatever is async.
+
+        It sees the caller's context variables, and the caller those that it has set. A caller that is cancelled waits
+        until it gets to where it needs the loop, or to its end, and cancels it there.
+
+        Raises:
+            EngineClosedError: the worker is closed.
+        """
+        if threading.current_thread() is self._thread:
+            return await coroutine
+        start = _Start(coroutine)
+        interruption: BaseException | None = None
+        try:
+            await self.run(start.take)
+        except BaseException as error:
+            if coroutine.cr_frame is None:  # type: ignore[attr-defined]  # it has come to its end, by this error or not
+                raise
+            interruption = error
+        for variable, value in start.changed.items():
+            variable.set(value)
+        return start.result[0] if start.result else await _rest(coroutine, interruption)
 
     def close(self, timeout: float = 10.0) -> bool:
         """Finish what is queued, then end the thread and join it.
@@ -124,16 +175,62 @@ class ComputeWorker:
             del job
 
 
+class _Start(Generic[T]):
+    """The part of a coroutine that is run on the thread.
+
+    Attributes:
+        result: what it has returned, if it came to its end.
+        changed: the context variables that it has set, with their values.
+    """
+
+    __slots__ = ("_coroutine", "changed", "result")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self._coroutine = coroutine
+        self.result: list[T] = []
+        self.changed: dict[contextvars.ContextVar[Any], Any] = {}
+
+    def take(self) -> None:
+        """On the thread: run it."""
+        before = contextvars.copy_context()
+        without_loop.around, without_loop.driven = None, True  # there is no loop on this thread
+        try:
+            self._coroutine.send(None)
+        except StopIteration as stop:
+            self.result.append(stop.value)
+        finally:
+            without_loop.around, without_loop.driven = NOWHERE, False
+            after = contextvars.copy_context()
+            self.changed = {v: value for v, value in after.items() if v not in before or before[v] is not value}
+
+
+@types.coroutine
+def _rest(coroutine: Coroutine[Any, Any, T], interruption: BaseException | None) -> Generator[Any, Any, T]:
+    """What is left of a coroutine that has begun elsewhere; an interruption is raised where it stands."""
+    try:
+        yielded = coroutine.send(None) if interruption is None else coroutine.throw(interruption)
+        while True:
+            try:
+                sent = yield yielded
+            except BaseException as error:
+                yielded = coroutine.throw(error)
+            else:
+                yielded = coroutine.send(sent)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+
+
 class _Job(Generic[T]):
     """One call on its way to the thread and back."""
 
-    __slots__ = ("_begun", "_call", "_context", "_done", "_error", "_result", "_token")
+    __slots__ = ("_begun", "_call", "_context", "_done", "_error", "_post", "_result")
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
         self._context = contextvars.copy_context()
         self._done = anyio.Event()
-        self._token: EventLoopToken = current_token()
+        self._post = _post()
         self._begun = threading.Lock()
         self._error: BaseException | None = None
         self._result: T
@@ -150,22 +247,19 @@ class _Job(Generic[T]):
             self._result = self._context.run(self._call)
         except BaseException as error:
             self._error = error
-        # An event loop that is gone has no caller left to tell.
-        with contextlib.suppress(anyio.RunFinishedError):
-            from_thread.run_sync(self._done.set, token=self._token)
+        # An event loop that is gone (trio's says so by an error of its own) has no caller left to tell.
+        with contextlib.suppress(RuntimeError):
+            self._post(self._done.set)
 
     async def wait(self) -> T:
         """On the event loop: the result, once there is one."""
-        interruptions = (anyio.get_cancelled_exc_class(), KeyboardInterrupt)
         interruption: BaseException | None = None
-        while not self._done.is_set():
-            try:
-                with anyio.CancelScope(shield=interruption is not None):
-                    await self._done.wait()
-            except interruptions as error:  # asyncio's Task.cancel pierces a shield, so this may happen again
-                interruption = error
-                if self.claim():
-                    raise
+        try:
+            await self._done.wait()
+        except (anyio.get_cancelled_exc_class(), KeyboardInterrupt) as error:
+            if self.claim():
+                raise
+            interruption = await self._see_through(error)
         failure, self._error = self._error or interruption, None
         if failure is not None:
             # The traceback holds this frame and, through it, the failure again: cut that circle, or a failed step
@@ -175,6 +269,27 @@ class _Job(Generic[T]):
             finally:
                 del failure, interruption
         return self._result
+
+    async def _see_through(self, interruption: BaseException) -> BaseException:
+        """Wait for the end of what has begun all the same; returns the latest interruption."""
+        while not self._done.is_set():
+            try:
+                with anyio.CancelScope(shield=True):
+                    await self._done.wait()
+            # asyncio's Task.cancel pierces a shield, so this may happen again.
+            except (anyio.get_cancelled_exc_class(), KeyboardInterrupt) as again:
+                interruption = again
+        return interruption
+
+
+def _post() -> _Post:
+    """How to reach the running event loop. What anyio has for it makes the thread wait until the call is done."""
+    try:
+        return asyncio.get_running_loop().call_soon_threadsafe
+    except RuntimeError:
+        import trio.lowlevel
+
+        return trio.lowlevel.current_trio_token().run_sync_soon
 
 
 def _closed_error() -> EngineClosedError:

@@ -1,9 +1,8 @@
-"""Batches of every shape: read, changed, counted, moved, split, and fetched from loaders."""
+"""Batches of every shape: read, changed, counted, moved and split."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,10 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eventbus_engine.errors import BatchError, ConfigurationError
+from eventbus_engine.errors import BatchError
 from eventbus_engine.training.data import (
-    EXHAUSTED,
-    BatchSource,
     count_samples,
     count_tokens,
     describe,
@@ -213,84 +210,3 @@ def test_a_description_is_short() -> None:
     actual = describe([(IMAGES, LABELS), {"a": 1}, "x", None, 5, 6])
 
     assert actual == "list(tuple(Tensor[6, 2], Tensor[6]), dict(a: int), str, NoneType, ...)"
-
-
-async def compute(function: Callable[..., Any], *args: Any) -> Any:
-    """What `State.compute` is to a source."""
-    return function(*args)
-
-
-class Stream:
-    """An async iterable of two batches."""
-
-    async def __aiter__(self) -> AsyncIterator[Tensor]:
-        yield IMAGES
-        yield IMAGES + 1
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("loader", [[IMAGES, IMAGES + 1], Stream()], ids=["sync", "async"])
-async def test_a_source_goes_through_the_loader_again_and_again(loader: Any) -> None:
-    """`EXHAUSTED` once at the end of each epoch, then from the start."""
-    source = BatchSource(loader, "train_dataloader")
-    fetched = [await source.fetch(compute, CPU) for _ in range(5)]
-    await source.aclose()
-    actual = [item if item is EXHAUSTED else item[0, 0].item() for item in fetched]
-
-    assert repr(actual) == "[0.0, 1.0, EXHAUSTED, 0.0, 1.0]"
-
-
-@pytest.mark.anyio
-async def test_a_loader_that_fails_does_not_pass_for_an_exhausted_one() -> None:
-    """A generator that has raised ends; the next fetch has to start anew instead."""
-
-    class Flaky:
-        def __init__(self) -> None:
-            self.failed = False
-
-        def __iter__(self) -> Iterator[Tensor]:
-            yield IMAGES
-            if not self.failed:
-                self.failed = True
-                raise OSError("disk gone")
-
-    source = BatchSource(Flaky(), "train_dataloader")
-    await source.fetch(compute, CPU)
-    with pytest.raises(OSError, match="disk gone"):
-        await source.fetch(compute, CPU)
-    actual = await source.fetch(compute, CPU)
-
-    assert actual is not EXHAUSTED
-
-
-@pytest.mark.anyio
-async def test_closing_a_source_closes_its_async_generator() -> None:
-    """An epoch left in the middle must not leave a generator to the garbage collector."""
-    closed = False
-
-    class Closing:
-        async def __aiter__(self) -> AsyncIterator[Tensor]:
-            nonlocal closed
-            try:
-                yield IMAGES
-            finally:
-                closed = True
-
-    source = BatchSource(Closing(), "train_dataloader")
-    await source.fetch(compute, CPU)
-    await source.aclose()
-
-    assert closed
-
-
-def test_the_length_of_a_source_is_the_loaders_or_unknown() -> None:
-    """An endless stream has none."""
-    actual = BatchSource([IMAGES], "a").length, BatchSource(Stream(), "b").length
-
-    assert actual == (1, None)
-
-
-def test_a_loader_that_cannot_be_iterated_is_refused() -> None:
-    """By the name of the argument that it came as."""
-    with pytest.raises(ConfigurationError, match="train_dataloader is a int, which cannot be iterated"):
-        BatchSource(3, "train_dataloader")

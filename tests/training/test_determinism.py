@@ -125,6 +125,17 @@ async def test_evaluation_in_between_changes_nothing(losses_of: Callable[..., An
     assert evaluated == await losses_of()
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+async def test_a_data_loader_of_an_evaluation_shifts_nobodys_numbers(
+    losses_of: Callable[..., Any], make_batches: MakeBatches, shuffle: bool
+) -> None:
+    """Torch's draws from the global generator whenever it is iterated, to seed its workers."""
+    [(features, targets)] = make_batches(1)
+    loader = DataLoader(TensorDataset(features, targets), batch_size=2, shuffle=shuffle)
+
+    assert await losses_of(eval_dataloader=loader, eval_interval="1ba") == await losses_of()
+
+
 async def test_the_seed_seeds_every_generator_that_training_may_draw_from(losses_of: Callable[..., Any]) -> None:
     """A data set may draw from `random` or numpy."""
     drawn: list[tuple[float, float]] = []

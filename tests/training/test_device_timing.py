@@ -16,9 +16,11 @@ from eventbus_engine import ConfigurationError
 from eventbus_engine.telemetry import PrivateIdGenerator
 from eventbus_engine.time import Time
 from eventbus_engine.training import Trainer
-from eventbus_engine.training.data import BatchSource
 from eventbus_engine.training.loop import TrainingLoop
+from eventbus_engine.training.section import Sections
+from eventbus_engine.training.source import BatchSource
 from eventbus_engine.training.tracing import RunTracing
+from eventbus_engine.training.worker import InlineWorker
 
 pytestmark = pytest.mark.anyio
 
@@ -161,15 +163,16 @@ async def test_the_loop_times_its_computations(make_trainer: MakeTrainer, spans:
     trainer = make_trainer(tracer_provider=spans.provider, max_duration="1ep")
     tracing = tracing_of(trainer, device)
     source = BatchSource(batches, "batches")
-    loop = TrainingLoop(trainer.state, trainer.engine, source, [], Time.from_epoch(1), False, tracing)
+    sections = Sections(trainer.engine, InlineWorker())
+    loop = TrainingLoop(trainer.state, trainer.engine, sections, source, [], Time.from_epoch(1), False, tracing)
 
     with tracing.run():
         await loop.fit()
     await trainer.close()
 
-    sections = ["forward", "loss", "backward", "optimizer"]
-    assert [span.name for span in spans.of_device] == [f"slow {name}" for name in sections] * len(batches)
-    assert [spans.parent_of(span) for span in spans.of_device] == sections * len(batches)
+    names = ["forward", "loss", "backward", "optimizer"]
+    assert [span.name for span in spans.of_device] == [f"slow {name}" for name in names] * len(batches)
+    assert [spans.parent_of(span) for span in spans.of_device] == names * len(batches)
 
 
 @pytest.mark.parametrize("value", [True, 1, None])

@@ -14,7 +14,8 @@ from eventbus_engine.callback import Callback
 from eventbus_engine.errors import BatchError, ConfigurationError
 from eventbus_engine.logger import LoggerDestination
 from eventbus_engine.training import Evaluator, State, Trainer
-from eventbus_engine.training.evaluator import Metrics, make_evaluators
+from eventbus_engine.training.evaluator import make_evaluators
+from eventbus_engine.training.metrics import Measures
 
 pytestmark = pytest.mark.anyio
 
@@ -65,7 +66,7 @@ async def test_loss_and_accuracy_are_those_of_the_whole_data_set(
 )
 async def test_there_is_no_accuracy_where_there_is_no_classification(outputs: Any, targets: Any) -> None:
     """A number that means nothing is worse than none."""
-    metrics = Metrics()
+    metrics = Measures()
     metrics.update(torch.tensor(2.0), outputs, targets, samples=3)
     actual = metrics.compute()
 

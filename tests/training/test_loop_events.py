@@ -224,15 +224,103 @@ async def test_a_second_fit_goes_on_inside_the_epoch(make_trainer: MakeTrainer, 
     assert recorder.events == expected
 
 
-async def test_every_event_of_the_vocabulary_but_prediction_is_fired(
+async def test_every_event_of_the_vocabulary_is_fired(
     make_trainer: MakeTrainer, make_batches: MakeBatches, recorder: Recorder
 ) -> None:
-    """A fit and an evaluation leave out nothing that somebody might wait for."""
+    """A fit, an evaluation and a prediction leave out nothing that somebody might wait for."""
     async with make_trainer(eval_dataloader=make_batches(2), callbacks=[recorder]) as trainer:
         await trainer.fit()
         await trainer.eval()
+        await trainer.predict(make_batches(1))
 
-    assert set(recorder.events) == {event.name for event in Event if not event.is_predict}
+    assert set(recorder.events) == {event.name for event in Event}
+
+
+STARTING = ["INIT", "BEFORE_LOAD", "AFTER_LOAD"]
+
+PREDICT_BATCH = ["PREDICT_BATCH_START", "PREDICT_BEFORE_FORWARD", "PREDICT_AFTER_FORWARD", "PREDICT_BATCH_END"]
+
+
+def golden(call: str, microbatches: int, evaluators: int, interval: str) -> list[str]:
+    """What Composer's pseudocode of its events comes to: two epochs of three batches, evaluators of two batches."""
+    evaluator = ["EVAL_START", *EVAL_BATCH * 2, "EVAL_END"]
+    if call == "predict":
+        return [*STARTING, "PREDICT_START", *PREDICT_BATCH * 2, "PREDICT_END"]
+    if call == "eval":
+        return [*STARTING, "EVAL_STANDALONE_START", *evaluator * evaluators, "EVAL_STANDALONE_END"]
+    events = [*STARTING, "FIT_START", "ITERATION_START"]
+    evaluation = ["EVAL_BEFORE_ALL", *evaluator * evaluators, "EVAL_AFTER_ALL"] if evaluators else []
+    batches = 0
+    for _ in range(2):
+        events += ["EPOCH_START"]
+        for _ in range(3):
+            batches += 1
+            due = interval == "2ba" and batches % 2 == 0
+            events += batch(microbatches, evaluation if due else [])
+        events += ["BEFORE_DATALOADER"]  # which finds no more data
+        events += ["EPOCH_END", *(evaluation if interval == "1ep" else []), "EPOCH_CHECKPOINT"]
+    return [*events, "ITERATION_END", "ITERATION_CHECKPOINT", "FIT_END"]
+
+
+@pytest.mark.parametrize("interval", ["2ba", "1ep"])
+@pytest.mark.parametrize("evaluators", [0, 1, 2])
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("call", ["fit", "eval", "predict"])
+async def test_the_events_are_those_of_composers_pseudocode(
+    make_trainer: MakeTrainer,
+    make_batches: MakeBatches,
+    recorder: Recorder,
+    call: str,
+    microbatches: int,
+    evaluators: int,
+    interval: str,
+) -> None:
+    """In order and count, whatever is trained in how many parts, evaluated on how many loaders and how often."""
+    if (call, evaluators) == ("eval", 0):
+        pytest.skip("there is nothing to evaluate on, which is refused")
+    trainer = make_trainer(
+        max_duration="2ep",
+        microbatches=microbatches,
+        eval_dataloader=[Evaluator(make_batches(2), f"eval{number}") for number in range(evaluators)] or None,
+        eval_interval=interval,
+        callbacks=[recorder],
+    )
+    await (trainer.predict(make_batches(2)) if call == "predict" else getattr(trainer, call)())
+
+    assert recorder.events == golden(call, microbatches, evaluators, interval)
+
+
+async def test_evaluators_keep_intervals_of_their_own(make_trainer: MakeTrainer, make_batches: MakeBatches) -> None:
+    """Each is run when its own has come round; those that are due at once share one evaluation."""
+    runs: list[tuple[int, str]] = []
+
+    class Look(Callback[State]):
+        def eval_before_all(self, state: State, logger: Any) -> None:
+            runs.append((int(state.timestamp.batch), "together"))
+
+        def eval_after_all(self, state: State, logger: Any) -> None:
+            runs.extend((int(state.timestamp.batch), name.split("/")[1]) for name in state.metrics if "loss" in name)
+
+    evaluators = [
+        Evaluator(make_batches(1), "often", interval="1ba"),
+        Evaluator(make_batches(1), "samples", interval="13sp"),  # batches have 6
+        Evaluator(make_batches(1), "half", interval="0.5dur"),
+        Evaluator(make_batches(1), "epoch"),
+    ]
+    await make_trainer(max_duration="6ba", eval_dataloader=evaluators, callbacks=[Look()]).fit()
+
+    expected = [
+        *[(1, "together"), (1, "often")],
+        *[(2, "together"), (2, "often")],
+        *[(3, "together"), (3, "often"), (3, "samples"), (3, "half")],
+        *[(3, "together"), (3, "epoch")],
+        *[(4, "together"), (4, "often")],
+        *[(5, "together"), (5, "often"), (5, "samples")],
+        *[(6, "together"), (6, "often"), (6, "half")],
+        *[(6, "together"), (6, "epoch")],
+    ]
+
+    assert runs == expected
 
 
 class Clock(Callback[State]):

@@ -172,7 +172,6 @@ async def test_forward_and_loss_run_under_the_precision(make_trainer: MakeTraine
 
 
 @pytest.mark.anyio
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")  # torch says so once per process
 async def test_backward_builds_a_graph_for_an_algorithm_that_needs_one(make_trainer: MakeTrainer) -> None:
     """Only then: a graph of the gradients costs as much again."""
     with_graph: list[bool] = []
@@ -213,7 +212,55 @@ async def test_async_loaders_are_awaited(make_trainer: MakeTrainer, make_model: 
         assert actual.equal(expected)
 
 
+@pytest.mark.anyio
+async def test_a_run_on_an_async_loader_can_be_cancelled(make_trainer: MakeTrainer, batches: Batches) -> None:
+    """Everything that it has opened is closed: the loader that works ahead, and the workers of background callbacks."""
+    log: list[str] = []
+    begun = anyio.Event()
+
+    class Endless:
+        async def __aiter__(self) -> AsyncIterator[tuple[Tensor, Tensor]]:
+            try:
+                yield batches[0]
+                begun.set()
+                await anyio.sleep_forever()
+            finally:
+                log.append("loader")
+
+    class Remote(Callback[State]):
+        delivery = "background"
+
+        async def close(self, state: Any, logger: Any) -> None:
+            log.append("callback")
+
+    trainer = make_trainer(train_dataloader=Endless(), callbacks=[Remote()])
+    async with anyio.create_task_group() as group:
+        group.start_soon(trainer.fit)
+        await begun.wait()
+        group.cancel_scope.cancel()
+
+    assert log == ["loader", "callback"]
+
+
 # ------------------------------------------------------------------------------------------------------ how long
+
+
+@pytest.mark.anyio
+async def test_stopped_in_the_first_batch_it_evaluates_at_the_end(make_trainer: MakeTrainer, batches: Batches) -> None:
+    """Though a part of a `max_duration` of no batches is nothing."""
+    evaluated: list[int] = []
+
+    class Stop(Callback[State]):
+        def batch_start(self, state: State, logger: Any) -> None:
+            state.stop_training()
+
+        def eval_start(self, state: State, logger: Any) -> None:
+            evaluated.append(int(state.timestamp.batch))
+
+    trainer = make_trainer(eval_dataloader=batches, eval_interval="0.5dur", callbacks=[Stop()])
+    await trainer.fit()
+
+    assert evaluated == [1]
 
 
 @pytest.mark.anyio
@@ -409,7 +456,7 @@ async def test_a_failing_algorithm_ends_the_fit_as_itself_and_closes_everything(
 async def test_cancelling_a_fit_waits_for_the_step_closes_everything_and_joins_the_worker(
     make_trainer: MakeTrainer, make_model: MakeModel
 ) -> None:
-    """The step in progress cannot be interrupted; after it, nothing more runs but the closing."""
+    """The step in progress cannot be interrupted, and is counted; after it, nothing more runs but the closing."""
     begun, proceed = threading.Event(), threading.Event()
     steps: list[str] = []
 
@@ -431,7 +478,7 @@ async def test_cancelling_a_fit_waits_for_the_step_closes_everything_and_joins_t
 
     assert steps == ["begun", "done"]
     assert (lifetime.notes[-1], trainer.engine.closed, compute_threads()) == ("close 7", True, [])
-    assert trainer.state.timestamp.batch == 0
+    assert trainer.state.timestamp.batch == 1
 
 
 # -------------------------------------------------------------------------------------------------- the event loop
@@ -627,7 +674,7 @@ def test_a_run_has_a_name_of_its_own_that_costs_no_global_randomness(make_traine
         ({"max_duration": "1iter"}, "max_duration is 1iter; give it in ep, ba, sp, tok, sec, for example '3ep'"),
         ({"max_duration": "0.5dur"}, "max_duration is 0.5dur; give it in"),
         ({"max_duration": "0ep"}, "max_duration is 0ep; give more than that"),
-        ({"eval_interval": "10sp"}, "eval_interval is 10sp; give it in ep, ba"),
+        ({"eval_interval": "1iter"}, "eval_interval is 1iter; give it in ep, ba, sp, tok, sec, dur"),
         ({"loss": None}, "there is no loss"),
         ({"train_dataloader": 7}, "train_dataloader is a int, which cannot be iterated"),
         ({"eval_dataloader": 7}, "evaluator 'eval' is a int, which cannot be iterated"),
@@ -635,8 +682,8 @@ def test_a_run_has_a_name_of_its_own_that_costs_no_global_randomness(make_traine
         ({"schedulers": [3]}, "3 is no scheduler; give instances"),
         ({"loggers": [object()]}, "takes no log records; give instances of LoggerDestination"),
         ({"device": "gpu"}, "device='gpu' is no device; give 'cpu', 'cuda'"),
-        ({"precision": "amp_fp16"}, "precision='amp_fp16' is not supported, as its loss .* use 'fp32' or 'amp_bf16'"),
-        ({"precision": "fp64"}, "precision='fp64' is not supported; use"),
+        ({"precision": "fp64"}, "precision='fp64' is not supported; use 'fp32', 'amp_bf16', 'amp_fp16'"),
+        ({"compile": "yes"}, "compile='yes'; give True, False, or the options of torch.compile"),
         ({"seed": -1}, "seed=-1 is no seed; give an integer"),
         ({"seed": True}, "seed=True is no seed"),
         ({"microbatches": 0}, "microbatches=0; give into how many parts"),
@@ -767,3 +814,10 @@ async def test_an_error_of_the_models_own_leaves_as_itself(make_trainer: Callabl
 
     with pytest.raises(NoLicenceError):
         await trainer.fit()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused_at_construction(make_trainer: MakeTrainer) -> None:
+    """Not by an error of torch's at the first batch."""
+    with pytest.raises(ConfigurationError, match="device='cuda', but torch finds no CUDA device here; give 'cpu'"):
+        make_trainer(device="cuda")
