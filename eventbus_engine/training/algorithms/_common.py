@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
 from numbers import Real
 from typing import Any
 
@@ -26,6 +27,16 @@ def check_range(
     if not (math.isfinite(number) and low <= number <= high) or (open_low and number == low):
         bounds = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if math.isinf(high) else ']'}"
         raise ConfigurationError(f"{owner}: {argument}={value!r} has to be a number in {bounds}")
+
+
+def check_flag(owner: str, argument: str, value: Any) -> None:
+    """Refuse anything but True and False.
+
+    Raises:
+        ConfigurationError: naming the argument and its value.
+    """
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{owner}: {argument}={value!r} has to be True or False")
 
 
 def elapsed_fraction(state: State, owner: str) -> float:
@@ -94,7 +105,30 @@ def batch_generator(state: State, name: str) -> torch.Generator:
     The global generator is left alone, so adding an algorithm shifts nobody else's randomness; and there is nothing to
     save in a checkpoint: a resumed run draws for batch 1000 what the uninterrupted one would have drawn.
     """
+    return private_generator(state.seed, name, int(state.timestamp.batch))
+
+
+def private_generator(seed: int | None, name: str, key: object) -> torch.Generator:
+    """A private generator (on the CPU), the same for the same seed, name and key; the global one is left alone."""
     # A run without a seed of its own follows torch's, which the user may have set; reading it draws nothing.
-    seed = torch.initial_seed() if state.seed is None else state.seed
-    digest = hashlib.blake2b(f"{name}/{seed}/{int(state.timestamp.batch)}".encode(), digest_size=8).digest()
+    seed = torch.initial_seed() if seed is None else seed
+    digest = hashlib.blake2b(f"{name}/{seed}/{key}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+
+
+def trained_parameters(state: State) -> list[torch.Tensor]:
+    """What the optimizers step, each parameter once."""
+    groups = (group for optimizer in state.optimizers for group in optimizer.param_groups)
+    return list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
+
+
+def gradient_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The L2 norm of all gradients together, `()`, in float32 at least, on the device of the first; differentiable."""
+    norms = []
+    for gradient in gradients:
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        norms.append(torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32)))
+    # A model may be spread over several devices, and its layers may differ in their types.
+    dtype = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, dtype) for norm in norms]))
+    return total
