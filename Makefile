@@ -12,7 +12,7 @@ FIGURES := --page docs/performance.md --json docs/performance.json --svg docs/pe
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint format bench figures docs soak clean
+.PHONY: help venv demo test lint format bench figures effects docs soak clean
 
 help:  ## this list
 	@echo "make <target>, with PYTHON=python3 and VENV=.venv unless you say otherwise"
@@ -43,7 +43,10 @@ bench: $(VENV)/bench.stamp  ## measure, beside the peers; prints tables, writes 
 	$(BIN)/python tests/benchmarks/run.py --svg benchmarks.svg
 
 figures: $(VENV)/bench.stamp  ## measure what docs/performance.md shows, and write it there; PYTHONS= names more interpreters
-	$(BIN)/python tests/benchmarks/run.py dispatch prototypes scale versions $(FIGURES) $(PYTHONS:%=--python %)
+	$(BIN)/python tests/benchmarks/run.py dispatch prototypes scale training versions $(FIGURES) $(PYTHONS:%=--python %)
+
+effects: $(VENV)/dev.stamp  ## measure what each algorithm does to a training run, and write it into docs/algorithms
+	$(BIN)/python tests/benchmarks/run.py effects --page docs/algorithms
 
 docs: $(VENV)/dev.stamp  ## run every snippet of the documentation
 	$(BIN)/python -m pytest tests/test_docs.py

@@ -32,6 +32,9 @@ PACKAGES = (
     "pytorch-lightning structlog torch transformers trio uvloop"
 ).split()
 
+LONG = ("effects",)
+"""They take many minutes, and run when they are named."""
+
 Row = tuple[str, float, str, float | None]
 
 
@@ -47,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(note)
     results: list[dict[str, Any]] = []
     tables: list[Table] = []
-    for name in options.names or discover():
+    for name in options.names or [name for name in discover() if name not in LONG]:
         started = time.perf_counter()
         for item in load(name, vars(options) | {"note": note}):
             if isinstance(item, Table):
@@ -64,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"written to {options.json}")
     if options.svg is not None and charts:
         options.svg.write_text(charts[0], encoding="utf-8")
-    if options.page is not None:
-        options.page.write_text(fill_in(options.page.read_text(encoding="utf-8"), tables, note), encoding="utf-8")
+    for page in pages(options.page):
+        page.write_text(fill_in(page.read_text(encoding="utf-8"), tables, note), encoding="utf-8")
     exceeded = any(result["limit"] is not None and result["value"] > result["limit"] for result in results)
     return 1 if options.strict and exceeded else 0
 
@@ -73,14 +76,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description="Run the benchmarks.", formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"all by default: {', '.join(discover())}")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"all by default but {', '.join(LONG)}: {', '.join(discover())}"
+    )
     parser.add_argument("--json", type=Path, default=Path("benchmarks.json"), help="where to write the figures")
     parser.add_argument("--svg", type=Path, help="where to draw the chart of the first table that has one")
-    parser.add_argument("--page", type=Path, help="a page of Markdown to fill the tables in that it has places for")
+    parser.add_argument(
+        "--page",
+        type=Path,
+        help="a page of Markdown, or a folder of them, to fill the tables in that it has places for",
+    )
     parser.add_argument("--loop", choices=["asyncio", "uvloop"], default="asyncio", help="what asyncio code runs on")
     parser.add_argument("--rounds", type=int, default=31, help="samples for each figure of dispatch, 31 by default")
     parser.add_argument("--sample-ms", type=float, default=3.0, help="milliseconds for each of them, 3 by default")
     parser.add_argument("--python", action="append", default=[], help="another interpreter for the benchmark versions")
+    parser.add_argument("--step-ms", action="append", type=float, default=[], help="a length of the steps of training")
+    parser.add_argument("--only", action="append", default=[], help="an algorithm for the benchmark effects")
+    parser.add_argument("--seeds", type=int, default=5, help="runs for each figure of effects, 5 by default")
+    parser.add_argument("--length", type=float, default=1.0, help="how long effects trains, as a part of the whole")
     parser.add_argument("--full", action="store_true", help="up to the sizes that take minutes")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a limit is exceeded")
     options = parser.parse_args(arguments)
@@ -154,6 +167,13 @@ def describe(about: dict[str, Any]) -> str:
         f"{about['processor']}, {about['processors']} processors, Python {about['python']}, {about['loop']}, "
         f"{about['time'][:10]}: {about['command']}"
     )
+
+
+def pages(path: Path | None) -> list[Path]:
+    """The page itself, or those in the folder."""
+    if path is None:
+        return []
+    return sorted(path.glob("*.md")) if path.is_dir() else [path]
 
 
 def fill_in(page: str, tables: Sequence[Table], note: str) -> str:
