@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import signal
 import sys
 import threading
@@ -113,7 +112,7 @@ def leave_signal(log: list[str]) -> None:
         log.append("came")
 
     loop.add_signal_handler(signal.SIGUSR1, handle)
-    os.kill(os.getpid(), signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR1)
 
 
 def leave_task(log: list[str]) -> asyncio.Task[None]:

@@ -205,11 +205,11 @@ async def test_terminal_comes_back_when_the_run_fails_or_is_cancelled(terminal: 
 def test_terminal_comes_back_when_the_program_ends_without_closing(terminal: Terminal, end: str) -> None:
     """By Ctrl-C in an engine that nobody closes, or by running off its end."""
     program = (
-        "import os, signal, sys\n"
+        "import signal, sys\n"
         "from eventbus_engine.loggers import ProgressBar\n"
         "bar = ProgressBar(3)\n"
         "bar.open(None, None)\n"
-        "if sys.argv[1] == 'interrupt': os.kill(os.getpid(), signal.SIGINT)\n"
+        "if sys.argv[1] == 'interrupt': signal.raise_signal(signal.SIGINT)\n"
     )
     done = subprocess.run([sys.executable, "-c", program, end], stderr=terminal.stream, check=False)
     written = terminal.finish()

@@ -753,7 +753,7 @@ async def test_an_iterator_that_is_spent_after_one_epoch_is_named(make_trainer: 
 def test_an_interrupted_program_closes_its_trainer(anyio_backend: str) -> None:
     """Ctrl-C, in a process of its own: everything is closed, and the exit says why."""
     program = """
-import os, signal, sys, anyio, torch
+import signal, sys, anyio, torch
 from torch.nn import functional
 from eventbus_engine.callback import Callback
 from eventbus_engine.training import Trainer
@@ -761,7 +761,7 @@ from eventbus_engine.training import Trainer
 class Interrupt(Callback):
     def batch_end(self, state, logger):
         if state.timestamp.batch == 2:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
     def close(self, state, logger):
         print("closed at batch", int(state.timestamp.batch), flush=True)
 
