@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eventbus_engine._steps import need_loop
 from eventbus_engine.engine import Engine
 from eventbus_engine.errors import BatchError
 from eventbus_engine.event import Event
@@ -121,7 +120,8 @@ class TrainingLoop:
             await state.compute(set_learning_rates, state)
         async with engine.pair(Event.BATCH_START):
             loss = await self.sections.run(partial(self._train_and_step, samples, tokens))
-            await need_loop()  # a run that is cancelled ends here: the step counts, and nobody has heard of it yet
+            # A run that was cancelled meanwhile ends here: the step counts, and nobody has heard of it yet.
+            await self.sections.checkpoint_if_interrupted()
             engine.logger.log_metrics({"loss/train/total": loss})
         return True
 

@@ -46,6 +46,10 @@ class Sections:
             finally:
                 self._inside = False
 
+    async def checkpoint_if_interrupted(self) -> None:
+        """In a stretch: let a cancellation of the run through, if there has been one."""
+        await self._worker.checkpoint_if_interrupted()
+
     @asynccontextmanager
     async def _lane(self) -> AsyncIterator[None]:
         """Keep the lane of the state: the events of the stretch nest, and those of others wait until it is over.

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar, TypeVar
 import anyio
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
-from eventbus_engine._steps import NOWHERE, without_loop
+from eventbus_engine._steps import NOWHERE, need_loop, without_loop
 from eventbus_engine.errors import EngineClosedError
 
 __all__ = ["ComputeWorker", "InlineWorker", "Worker"]
@@ -43,6 +43,10 @@ class Worker(Protocol):
 
     async def drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine where the computations run, as far as it gets without an event loop, and then here."""
+        ...
+
+    async def checkpoint_if_interrupted(self) -> None:
+        """In a coroutine that is driven: go back to the event loop now if its caller has been cancelled meanwhile."""
         ...
 
     def close(self, timeout: float = 10.0) -> bool:
@@ -77,6 +81,9 @@ class InlineWorker:
             raise
         return await coroutine
 
+    async def checkpoint_if_interrupted(self) -> None:
+        """Nobody can have been cancelled meanwhile: the event loop has stood still."""
+
     def close(self, timeout: float = 10.0) -> bool:
         """Take no more work. Always True: nothing outlives its `run`."""
         self._closed = True
@@ -92,6 +99,7 @@ class ComputeWorker:
         self._name = name
         self._queue: SimpleQueue[_Job[Any] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._job: _Job[Any] | None = None  # that the thread is at
         self._closed = False
         self._lock = threading.Lock()
 
@@ -139,6 +147,11 @@ class ComputeWorker:
             variable.set(value)
         return start.result[0] if start.result else await _rest(coroutine, interruption)
 
+    async def checkpoint_if_interrupted(self) -> None:
+        """In a coroutine that is driven: go back to the event loop now if its caller has been cancelled meanwhile."""
+        if threading.current_thread() is self._thread and self._job is not None and self._job.interrupted:
+            await need_loop()
+
     def close(self, timeout: float = 10.0) -> bool:
         """Finish what is queued, then end the thread and join it.
 
@@ -170,8 +183,10 @@ class ComputeWorker:
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
+            self._job = job
             job.execute()
             # While this thread waits for the next one, it must not keep the last one's batch and graph alive.
+            self._job = None
             del job
 
 
@@ -222,9 +237,13 @@ def _rest(coroutine: Coroutine[Any, Any, T], interruption: BaseException | None)
 
 
 class _Job(Generic[T]):
-    """One call on its way to the thread and back."""
+    """One call on its way to the thread and back.
 
-    __slots__ = ("_begun", "_call", "_context", "_done", "_error", "_post", "_result")
+    Attributes:
+        interrupted: whether its caller has been cancelled since it began.
+    """
+
+    __slots__ = ("_begun", "_call", "_context", "_done", "_error", "_post", "_result", "interrupted")
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
@@ -232,6 +251,7 @@ class _Job(Generic[T]):
         self._done = anyio.Event()
         self._post = _post()
         self._begun = threading.Lock()
+        self.interrupted = False
         self._error: BaseException | None = None
         self._result: T
 
@@ -259,6 +279,7 @@ class _Job(Generic[T]):
         except (anyio.get_cancelled_exc_class(), KeyboardInterrupt) as error:
             if self.claim():
                 raise
+            self.interrupted = True
             interruption = await self._see_through(error)
         failure, self._error = self._error or interruption, None
         if failure is not None:

@@ -53,14 +53,14 @@ def trips(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class Everywhere(Algorithm[State, Event]):
-    """A plain algorithm that runs on every event of a batch but its end, and notes the thread."""
+    """A plain algorithm that runs on every event of a batch, its end included, and notes the thread."""
 
     def __init__(self) -> None:
         self.threads: list[str] = []
 
     def match(self, event: Event, state: State) -> bool:
-        """Run on the events of a batch, up to where the run may be cancelled."""
-        return event in INSIDE[:-1]
+        """Run on the events of a batch."""
+        return event in INSIDE
 
     def apply(self, event: Event, state: State, logger: Any) -> None:
         """Note where."""
@@ -274,6 +274,33 @@ async def test_a_step_that_was_made_is_counted_although_the_run_is_cancelled(mak
         proceed.set()
 
     assert trainer.state.timestamp.batch == 1
+
+
+async def test_a_run_that_is_cancelled_during_its_step_says_nothing_of_the_batch(make_trainer: MakeTrainer) -> None:
+    """Plain algorithms could run on the thread still, before callbacks that will not be called any more."""
+    begun, proceed = threading.Event(), threading.Event()
+    ran: list[str] = []
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            begun.set()
+            proceed.wait(10)
+            return super().step(closure)
+
+    @algorithm(Event.AFTER_TRAIN_BATCH, Event.BATCH_END)
+    def there(event: EventName, state: State, logger: Any) -> None:
+        ran.append(event.value)
+
+    model = nn.Linear(4, 3)
+    trainer = make_trainer(model=model, optimizers=Slow(model.parameters(), lr=0.1), algorithms=[there])
+    async with anyio.create_task_group() as group:
+        group.start_soon(trainer.fit)
+        await anyio.to_thread.run_sync(begun.wait, 10)
+        group.cancel_scope.cancel()
+        await checkpoint_in_a_shield()
+        proceed.set()
+
+    assert (ran, trainer.state.timestamp.batch) == (["after_train_batch"], 1)
 
 
 async def checkpoint_in_a_shield() -> None:
