@@ -14,6 +14,7 @@ Every error of this package derives from `EventBusError`, so one `except` catche
     ├── PassError (TypeError)                an algorithm pass that did not return a sequence of algorithms
     ├── BatchError (TypeError, ValueError)   a batch the training loop cannot read, split or hand to the model
     ├── TrainingError (RuntimeError)         a run that cannot go on: its loss is not finite
+    ├── CheckpointError (RuntimeError)       a checkpoint that cannot be written, read, or loaded into this run
     ├── HandlerTimeoutError (TimeoutError)   an algorithm or callback that outlived its `timeout`
     ├── HandlerCancelledError                a callback that cancelled itself
     ├── DeadlockError                        dispatches that wait for each other's lanes
@@ -101,6 +102,10 @@ class BatchError(EventBusError, TypeError, ValueError):
 
 class TrainingError(EventBusError, RuntimeError):
     """A training run cannot go on as it is: its loss is not finite."""
+
+
+class CheckpointError(EventBusError, RuntimeError):
+    """A checkpoint cannot be written, is not whole or not to be trusted, or does not fit the run that is to load it."""
 
 
 class HandlerTimeoutError(EventBusError, TimeoutError):

@@ -300,7 +300,8 @@ async def test_a_run_that_is_cancelled_during_its_step_says_nothing_of_the_batch
         await checkpoint_in_a_shield()
         proceed.set()
 
-    assert (ran, trainer.state.timestamp.batch) == (["after_train_batch"], 1)
+    assert ran == ["after_train_batch"]
+    assert trainer.state.timestamp.batch == 1
 
 
 async def checkpoint_in_a_shield() -> None:

@@ -1,0 +1,233 @@
+"""The manifest of a checkpoint: its version, the files it consists of, and where each part of each tensor is.
+
+It is read before anything else and believed in nothing: names are from a closed set, sizes and hashes are compared with
+the files, shapes with what the files' own headers say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from eventbus_engine.errors import CheckpointError
+from eventbus_engine.training.checkpoint.values import DTYPES, parse
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "MIGRATIONS",
+    "MOST_JSON",
+    "VALUES",
+    "FileInfo",
+    "Manifest",
+    "Part",
+    "TensorInfo",
+    "describe_file",
+    "open_file",
+]
+
+FORMAT: Final = 1
+"""The version of the format that is written, and the newest that is read."""
+
+MANIFEST: Final = "manifest.json"
+"""Its file in the checkpoint's folder."""
+
+VALUES: Final = "values.json"
+"""The file of what is the same on every rank."""
+
+MOST_JSON: Final = 64 * 2**20
+"""Bytes of a JSON file, at most: what is larger is no checkpoint's, and would fill the memory as it is parsed."""
+
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+"""By version: turns the parsed manifest of that version into one of the next."""
+
+_FILE_NAME = re.compile(r"values\.json|rank\d{1,6}\.(json|safetensors)")
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """A file as it was written: its size in bytes, and its SHA-256 in hexadecimal."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A block of a tensor: where it begins and how long it is in each dimension, and where it is kept."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor of the checkpoint."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint consists of.
+
+    Attributes:
+        world_size: of the job that wrote it.
+        timestamp: how far the training was, as `Timestamp.state_dict` gives it; empty if it is not a run's.
+        files: by name.
+        tensors: by name.
+    """
+
+    world_size: int
+    timestamp: Mapping[str, int | float]
+    files: Mapping[str, FileInfo]
+    tensors: Mapping[str, TensorInfo]
+
+    def to_json(self) -> dict[str, Any]:
+        """As parsed JSON."""
+        tensors = {
+            name: {
+                "dtype": str(info.dtype),
+                "shape": list(info.shape),
+                "parts": [[list(part.offsets), list(part.sizes), part.file, part.key] for part in info.parts],
+            }
+            for name, info in self.tensors.items()
+        }
+        return {
+            "format": FORMAT,
+            "world_size": self.world_size,
+            "timestamp": dict(self.timestamp),
+            "files": {name: asdict(info) for name, info in self.files.items()},
+            "tensors": tensors,
+        }
+
+    @staticmethod
+    def read(folder: Path) -> Manifest:
+        """Read and check the manifest of a checkpoint; its files are not looked at yet.
+
+        Raises:
+            CheckpointError: there is none, it is of a newer format, or it is not what a manifest is.
+        """
+        path = folder / MANIFEST
+        with open_file(path) as file:
+            text = file.read(MOST_JSON + 1)
+        if len(text) > MOST_JSON:
+            raise CheckpointError(f"{path} is larger than any manifest, {MOST_JSON} bytes; it is no checkpoint's")
+        content = _migrate(parse(text, str(path)), path)
+        try:
+            return _from_json(content)
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+            raise CheckpointError(
+                f"{path} is no manifest of a checkpoint: {type(error).__name__}: {error}; it is damaged, or from "
+                f"another program"
+            ) from error
+
+
+def _migrate(content: Any, path: Path) -> dict[str, Any]:
+    version = content.get("format") if isinstance(content, dict) else None
+    if type(version) is not int:
+        raise CheckpointError(f"{path} does not say of which format it is; it is damaged, or from another program")
+    if version > FORMAT:
+        raise CheckpointError(
+            f"{path} is of format {version}, and this release reads up to {FORMAT}; use the release that has written "
+            f"it, or a newer one"
+        )
+    for step in range(version, FORMAT):
+        if step not in MIGRATIONS:
+            raise CheckpointError(f"{path} is of format {version}, which this release does not read any more")
+        content = MIGRATIONS[step](content)
+    return dict(content)
+
+
+def _from_json(content: dict[str, Any]) -> Manifest:
+    files = {
+        _matching(_FILE_NAME, name): FileInfo(_count(info["size"]), _matching(_HASH, info["sha256"]))
+        for name, info in content["files"].items()
+    }
+    timestamp = {str(name): number for name, number in content["timestamp"].items() if _is_number(number)}
+    tensors = {name: _tensor(info, files) for name, info in content["tensors"].items()}
+    return Manifest(_count(content["world_size"]), timestamp, files, tensors)
+
+
+def _tensor(info: dict[str, Any], files: Mapping[str, FileInfo]) -> TensorInfo:
+    shape = torch.Size(_counts(info["shape"]))
+    parts = tuple(
+        Part(_counts(offsets), _counts(sizes), _one_of(files, file), str(key))
+        for offsets, sizes, file, key in info["parts"]
+    )
+    for part in parts:
+        ends = [offset + size for offset, size in zip(part.offsets, part.sizes, strict=True)]
+        if not all(end <= size for end, size in zip(ends, shape, strict=True)):
+            raise ValueError(f"part {part.key!r} reaches beyond {list(shape)}")
+    if sum(math.prod(part.sizes) for part in parts) != math.prod(shape):
+        raise ValueError(f"the parts do not make up {list(shape)}")
+    return TensorInfo(DTYPES[info["dtype"]], shape, parts)
+
+
+def _counts(numbers: Any) -> tuple[int, ...]:
+    return tuple(_count(number) for number in numbers)
+
+
+def _count(number: Any) -> int:
+    if type(number) is int and 0 <= number < 2**48:
+        return number
+    raise ValueError(f"{str(number)[:40]!r} is no size")
+
+
+def _is_number(number: Any) -> bool:
+    if type(number) in (int, float):
+        return True
+    raise ValueError(f"{str(number)[:40]!r} is no number")
+
+
+def _matching(pattern: re.Pattern[str], text: str) -> str:
+    if pattern.fullmatch(text):
+        return text
+    raise ValueError(f"{text[:80]!r} is not what belongs there")
+
+
+def _one_of(files: Mapping[str, FileInfo], name: str) -> str:
+    if name in files:
+        return name
+    raise ValueError(f"{str(name)[:80]!r} is no file of the checkpoint")
+
+
+def open_file(path: Path) -> BufferedReader:
+    """Open a file of a checkpoint to read it: a file, no link to elsewhere, no pipe that nobody ever writes to.
+
+    Raises:
+        CheckpointError: it is not there, or is no such file.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}; name the folder of a checkpoint, which holds its files itself"
+        ) from error
+    file = os.fdopen(descriptor, "rb")
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return file
+    file.close()
+    raise CheckpointError(f"{path} is no file; name the folder of a checkpoint, which holds its files itself")
+
+
+def describe_file(path: Path) -> FileInfo:
+    """Size and hash of a file of a checkpoint, as they are."""
+    with open_file(path) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileInfo(file.tell(), digest)
