@@ -37,14 +37,16 @@ class Sections:
 
     async def run(self, stretch: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run a stretch; one inside of another goes there again, if the other has come back to the event loop."""
-        if self._inside or not self._worker.apart:
-            return await self._worker.drive(stretch())
-        async with self._lane():
-            self._inside = True
-            try:
+        if self._inside:
+            return await (self._worker.drive(stretch()) if self._worker.apart else stretch())
+        self._inside = True
+        try:
+            if not self._worker.apart:
                 return await self._worker.drive(stretch())
-            finally:
-                self._inside = False
+            async with self._lane():
+                return await self._worker.drive(stretch())
+        finally:
+            self._inside = False
 
     async def checkpoint_if_interrupted(self) -> None:
         """In a stretch: let a cancellation of the run through, if there has been one."""

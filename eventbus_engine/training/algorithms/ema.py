@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, cast
 
 import torch
@@ -41,9 +41,9 @@ def compute_ema(model: nn.Module, ema_model: nn.Module, smoothing: float = 0.99)
         ConfigurationError: `smoothing` is out of range, or the two models do not have the same parameters and buffers.
     """
     check_range("compute_ema", "smoothing", smoothing, 0, 1)
-    averages = dict(_tensors(ema_model))
-    _check_same("compute_ema: ema_model", averages, model)
-    _move(averages, model, smoothing)
+    averages, now = dict(_tensors(ema_model)), dict(_tensors(model))
+    _check_same("compute_ema: ema_model", averages, model, now)
+    _move(averages, now, {name for name, _ in model.named_buffers()}, smoothing)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -52,10 +52,9 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.detach()
 
 
-def _move(averages: Mapping[str, Tensor], model: nn.Module, smoothing: float) -> None:
-    buffers = {name for name, _ in model.named_buffers()}
+def _move(averages: Mapping[str, Tensor], tensors: Mapping[str, Tensor], buffers: Set[str], smoothing: float) -> None:
     with torch.no_grad():
-        for name, value in _tensors(model):
+        for name, value in tensors.items():
             average = averages[name]
             now = value.to(average)
             if not (average.is_floating_point() or average.is_complex()):
@@ -67,10 +66,11 @@ def _move(averages: Mapping[str, Tensor], model: nn.Module, smoothing: float) ->
                 average.lerp_(now, 1 - smoothing)
 
 
-def _check_same(owner: str, averages: Mapping[str, Tensor], model: nn.Module) -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in _tensors(model)}
-    differing = [name for name, shape in shapes.items() if name not in averages or averages[name].shape != shape]
-    differing += [name for name in averages if name not in shapes]
+def _check_same(owner: str, averages: Mapping[str, Tensor], model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    differing = [
+        name for name, tensor in tensors.items() if name not in averages or averages[name].shape != tensor.shape
+    ]
+    differing += [name for name in averages if name not in tensors]
     if differing:
         raise ConfigurationError(
             f"{owner} does not go with {type(model).__name__}: they differ in {', '.join(differing[:4])}"
@@ -202,24 +202,26 @@ class EMA(Algorithm[State, Event]):
         self.averages = {name: _precise(value, value, copy=True) for name, value in _tensors(model)}
 
     def _update(self, model: nn.Module) -> None:
-        self._follow(model)
-        _move(self.averages, model, self.smoothing)
+        _move(self.averages, self._follow(model), {name for name, _ in model.named_buffers()}, self.smoothing)
 
-    def _follow(self, model: nn.Module) -> None:
+    def _follow(self, model: nn.Module) -> Mapping[str, Tensor]:
         """Bring the averages to the device and precision of a model that has moved, or that they were loaded for."""
-        _check_same("EMA: what was averaged", self.averages, model)
-        for name, value in _tensors(model):
+        tensors = dict(_tensors(model))
+        _check_same("EMA: what was averaged", self.averages, model, tensors)
+        for name, value in tensors.items():
             self.averages[name] = _precise(self.averages[name], value)
+        return tensors
 
     def _put_in(self, model: nn.Module) -> None:
-        self._follow(model)
-        self._training_weights = {name: value.clone() for name, value in _tensors(model)}
-        for name, value in _tensors(model):
+        tensors = self._follow(model)
+        self._training_weights = {name: value.clone() for name, value in tensors.items()}
+        for name, value in tensors.items():
             value.copy_(self.averages[name])
 
     def _put_back(self, model: nn.Module) -> None:
-        _check_same("EMA: what was trained before the evaluation", self._training_weights, model)
-        for name, value in _tensors(model):
+        tensors = dict(_tensors(model))
+        _check_same("EMA: what was trained before the evaluation", self._training_weights, model, tensors)
+        for name, value in tensors.items():
             value.copy_(self._training_weights[name])
         self._training_weights = {}
 
