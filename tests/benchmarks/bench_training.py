@@ -3,12 +3,14 @@
 All train the same small model on the same batches, of so many samples that a step by hand takes about 1, 5 and 20 ms.
 A turn is one `fit` of a few steps; each way has one turn a round, the rounds in an order of their own each. A step is
 timed from one request for a batch to the next, whoever makes it; the first ones of a turn are left out. An overhead is
-the median over the rounds of what a way's median step took longer than the one by hand of the same round: by the clock,
-and of the processor's time, of all threads together, which a machine that is busy with something else does not disturb.
+the median over the rounds, with the quartiles, of what a way's median step took longer than the one by hand of the same
+round: by the clock, and of the processor's time, of all threads together, which a machine that is busy with something
+else does not disturb.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import random
 import statistics
@@ -30,6 +32,9 @@ TURN = 0.15
 WARM_UP, FEWEST, MOST = 4, 12, 60
 """Steps of a turn: those left out, and how many there are at least and at most."""
 
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+"""Parameters of glibc's mallopt."""
+
 LOADS = {"training": True, "training-bare": False}
 TITLES = {
     "training": "A training step with 5 algorithms and 5 callbacks",
@@ -45,6 +50,7 @@ def measure(*, rounds: int = 31, step_ms: Sequence[float] = ()) -> Iterator[Row 
         step_ms: the sizes, in milliseconds; `SIZES` by default.
     """
     threads = torch.get_num_threads()
+    _keep_memory()
     torch.set_num_threads(1)  # or the event loop and the peers' helpers would compete with the step for the cores
     try:
         for name, loaded in LOADS.items():
@@ -76,17 +82,33 @@ def _compare(
                 figures[way][f"{size:g} ms"] = {"missing": missing[way]}
                 continue
             step = statistics.median(clock for clock, _ in turns[way])
-            over, processor = (
-                statistics.median(mine[i] - base[i] for mine, base in zip(turns[way], turns[BY_HAND], strict=True))
+            (low, over, high), (_, processor, _) = (
+                _quartiles([mine[i] - base[i] for mine, base in zip(turns[way], turns[BY_HAND], strict=True)])
                 for i in (0, 1)
             )
             rows[way].append(f"{step * 1e3:.3f}")
-            percent = f"{100 * over / hand:.1f}"
-            rows[way] += ["", "", ""] if way == BY_HAND else [f"{over * 1e6:.0f}", percent, f"{processor * 1e6:.0f}"]
+            cells = [f"{over * 1e6:.0f} ({low * 1e6:.0f} to {high * 1e6:.0f})", f"{100 * over / hand:.1f}"]
+            rows[way] += ["", "", ""] if way == BY_HAND else [*cells, f"{processor * 1e6:.0f}"]
             figures[way][f"{size:g} ms"] = {"median": step, "overhead": over, "cpu": processor, "turns": turns[way]}
             if way.startswith("eventbus-engine"):
                 ours.setdefault(way, {})[size] = over * 1e6
     return Table(name, TITLES[name], head, list(rows.values()), figures), ours
+
+
+def _quartiles(values: Sequence[float]) -> list[float]:
+    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+
+
+def _keep_memory() -> None:
+    """Have the C library keep what is freed.
+
+    By default it gives large blocks back to the system, more of them in one turn and fewer in the next, and a step then
+    takes up to some milliseconds more for the pages it gets anew; that is chance, and hits each way.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
+    if mallopt is not None:
+        mallopt(_MMAP_MAX, 0)
+        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def samples_for(seconds: float, loaded: bool) -> int:
