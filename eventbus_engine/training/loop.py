@@ -295,12 +295,14 @@ def _unscale(state: State) -> None:
 def _step(state: State) -> float:
     """Step the optimizers; the loss of the batch, as a number."""
     assert state.loss is not None  # noqa: S101 -- the batch has set it
+    scaled = False
     for optimizer in state.optimizers:
         if state.scaler is None or not _has_gradients(optimizer):  # the scaler refuses one that has nothing to step
             optimizer.step()
         else:
             state.scaler.step(optimizer)  # unless a gradient was not finite
-    if state.scaler is not None:
+            scaled = True
+    if state.scaler is not None and scaled:
         state.scaler.update()
     return float(state.loss.item())  # note: a CPU-GPU sync point, on the one thread that may wait
 

@@ -93,18 +93,19 @@ async def test_other_precisions_have_no_scaler(make_trainer: MakeTrainer, precis
     assert actual is None
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["one of two", "alone"])
 async def test_an_optimizer_of_frozen_parameters_goes_with_amp_fp16(
-    make_model: Callable[..., nn.Module], batches: Batches
+    make_model: Callable[..., nn.Module], batches: Batches, alone: bool
 ) -> None:
     """Its parameters stay, and the others are trained, as in the other precisions."""
     model = make_model()
     frozen, trained = model[0], model[2]  # type: ignore[index]
     frozen.requires_grad_(False)
-    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (frozen, trained)]
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in ((frozen,) if alone else (frozen, trained))]
     before = [part.weight.detach().clone() for part in (frozen, trained)]
     trainer = Trainer(
         model, batches, loss=functional.cross_entropy, optimizers=optimizers, max_duration="1ba", precision="amp_fp16"
     )
     await trainer.fit()
 
-    assert [part.weight.equal(was) for part, was in zip((frozen, trained), before, strict=True)] == [True, False]
+    assert [part.weight.equal(was) for part, was in zip((frozen, trained), before, strict=True)] == [True, alone]
