@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -52,7 +52,9 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.detach()
 
 
-def _move(averages: Mapping[str, Tensor], tensors: Mapping[str, Tensor], buffers: Set[str], smoothing: float) -> None:
+def _move(
+    averages: Mapping[str, Tensor], tensors: Mapping[str, Tensor], buffers: Container[str], smoothing: float
+) -> None:
     with torch.no_grad():
         for name, value in tensors.items():
             average = averages[name]
