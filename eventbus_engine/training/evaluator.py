@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,12 +16,13 @@ from eventbus_engine.event import Event
 from eventbus_engine.time import Time, Timestamp, TimeUnit
 from eventbus_engine.training.arguments import INTERVAL_UNITS, check_duration, check_subset
 from eventbus_engine.training.data import count_samples, count_tokens
+from eventbus_engine.training.generators import kept_generators
 from eventbus_engine.training.metrics import Measures, Metric, name_metrics
 from eventbus_engine.training.model import compute_loss, forward, inputs_and_targets
 from eventbus_engine.training.source import EXHAUSTED, BatchSource
 from eventbus_engine.training.state import State
 
-__all__ = ["Evaluator", "eval_mode", "evaluate", "is_due", "kept_generators", "make_evaluators", "next_batch"]
+__all__ = ["Evaluator", "eval_mode", "evaluate", "is_due", "make_evaluators", "next_batch"]
 
 
 class Evaluator:
@@ -176,23 +175,6 @@ def _measure(state: State, measures: Measures, samples: int) -> None:
                 raise
             targets = None  # a model that reads its batches itself: its loss is all there is to measure
         measures.update(loss, state.outputs, targets, samples)
-
-
-@contextmanager
-def kept_generators() -> Iterator[None]:
-    """The global generators afterwards as before: a `DataLoader` draws from torch's whenever it is iterated.
-
-    Training goes on with the numbers that it would have drawn without an evaluation.
-    """
-    kept, plain, numpy = torch.get_rng_state(), random.getstate(), sys.modules.get("numpy")
-    arrays: Any = None if numpy is None else numpy.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(kept)
-        random.setstate(plain)
-        if numpy is not None and arrays is not None:
-            numpy.random.set_state(arrays)
 
 
 @contextmanager

@@ -10,7 +10,8 @@ from eventbus_engine.engine import Engine
 from eventbus_engine.event import Event
 from eventbus_engine.time import Timestamp
 from eventbus_engine.training.data import count_samples, count_tokens, move
-from eventbus_engine.training.evaluator import eval_mode, kept_generators, next_batch
+from eventbus_engine.training.evaluator import eval_mode, next_batch
+from eventbus_engine.training.generators import kept_generators
 from eventbus_engine.training.model import forward
 from eventbus_engine.training.source import EXHAUSTED, BatchSource
 from eventbus_engine.training.state import State
