@@ -77,6 +77,7 @@ class TrainingLoop:
     async def _run_epoch(self) -> bool:
         """Train on what is left of the epoch; whether it saw all its data, without which it does not end."""
         state, engine = self.state, self.engine
+        self.source.position.epoch = int(state.timestamp.epoch)
         if state.timestamp.batch_in_epoch == 0:  # else an earlier fit has stopped inside this epoch
             await engine.run_event(Event.EPOCH_START)
         while not self._is_over():
@@ -95,7 +96,7 @@ class TrainingLoop:
         else:
             if self.source.length != int(state.timestamp.batch_in_epoch):
                 return False
-            await self.source.aclose()  # known to be at its end, so nobody will ask it again
+            await self.source.finish(state.compute)
         if not self.step_schedulers_every_batch:
             await state.compute(step_schedulers, state)
         before, state.timestamp = state.timestamp, state.timestamp.to_next_epoch()

@@ -11,28 +11,21 @@ import logging
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import Context, copy_context
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import anyio
 import torch
 from anyio.abc import TaskGroup
+from torch.utils.data import DataLoader, IterableDataset
 
 from eventbus_engine._steps import need_loop
 from eventbus_engine.errors import ConfigurationError
 from eventbus_engine.training.data import move
+from eventbus_engine.training.position import EXHAUSTED, Position
 
 __all__ = ["EXHAUSTED", "BatchSource"]
 
 log: logging.Logger = logging.getLogger("eventbus_engine")
-
-
-class _Exhausted:
-    def __repr__(self) -> str:
-        return "EXHAUSTED"
-
-
-EXHAUSTED: Final = _Exhausted()
-"""What `BatchSource.fetch` returns instead of a batch at the end of an epoch."""
 
 Compute: TypeAlias = Callable[..., Awaitable[Any]]
 """`await compute(function, *args)`: `State.compute`."""
@@ -47,6 +40,9 @@ class BatchSource:
         loader: anything that can be iterated again for each epoch: a `DataLoader`, a list of batches.
         name: what to call it in errors.
 
+    Attributes:
+        position: where in the loader's data it is, and how to get there again.
+
     Raises:
         ConfigurationError: the loader cannot be iterated.
     """
@@ -58,6 +54,7 @@ class BatchSource:
                 f"or any other iterable or async iterable"
             )
         self.loader: Any = loader
+        self.position: Position = Position(loader)
         self._iterator: Any = None
         self._tasks: TaskGroup | None = None
         self._context: Context | None = None
@@ -86,31 +83,68 @@ class BatchSource:
             return await compute(self._next, device)
         await need_loop()
         if self._iterator is None:
-            self._iterator = aiter(self.loader) if self._tasks is None else self._begin(self._tasks)
+            self._iterator = await self._begin_async(device)
         with self._forgetting_what_failed():
             batch = await anext(self._iterator, EXHAUSTED)
-        if batch is EXHAUSTED:
-            self._iterator = None
+        if self._is_over(batch):
             return EXHAUSTED
         # Where nothing is copied to a device, a trip to the training thread would cost more than it does there.
         return move(batch, device) if device.type == "cpu" else await compute(move, batch, device)
 
-    def _begin(self, tasks: TaskGroup) -> _Prefetch:
+    def _next(self, device: torch.device) -> Any:
+        if self._iterator is None:
+            self._iterator = self._begin(device)
+        with self._forgetting_what_failed():
+            batch = next(self._iterator, EXHAUSTED)
+        return EXHAUSTED if self._is_over(batch) else move(batch, device)
+
+    def _begin(self, device: torch.device) -> Any:
+        """Begin an epoch, or go to where a checkpoint was in it."""
+        way = self.position.begin(device)
+        if way is None:
+            return iter(self.loader)
+        with self.position.returning(device) as itself:
+            iterator = iter(self.loader)
+            while not (itself or way.over):
+                way.pass_by(next(iterator, EXHAUSTED))
+        return iterator
+
+    async def _begin_async(self, device: torch.device) -> Any:
+        way = self.position.begin(device)
+        if way is None:
+            return self._open_async()
+        with self.position.returning(device):
+            iterator = self._open_async()
+            try:
+                while not way.over:
+                    way.pass_by(await anext(iterator, EXHAUSTED))
+            except BaseException:
+                with anyio.CancelScope(shield=True):
+                    await _close(iterator)
+                raise
+        return iterator
+
+    def _open_async(self) -> Any:
+        return aiter(self.loader) if self._tasks is None else self._prefetch(self._tasks)
+
+    def _prefetch(self, tasks: TaskGroup) -> _Prefetch:
         ahead = _Prefetch()
         context = self._context or copy_context()
         # Not in the caller's: the first batch's span would be the parent of all that the loader does.
         _ = context.copy().run(tasks.start_soon, ahead.run, self.loader)
         return ahead
 
-    def _next(self, device: torch.device) -> Any:
-        if self._iterator is None:
-            self._iterator = iter(self.loader)
-        with self._forgetting_what_failed():
-            batch = next(self._iterator, EXHAUSTED)
+    def _is_over(self, batch: Any) -> bool:
+        """Whether there was none; else it counts."""
         if batch is EXHAUSTED:
-            self._iterator = None
-            return EXHAUSTED
-        return move(batch, device)
+            self._forget()
+            return True
+        self.position.count()
+        return False
+
+    def _forget(self) -> None:
+        self._iterator = None
+        self.position.end()
 
     @contextmanager
     def _forgetting_what_failed(self) -> Iterator[None]:
@@ -120,16 +154,30 @@ class BatchSource:
         except BaseException as error:
             # A task that works ahead is not hurt by the cancellation of who waits for it.
             if isinstance(error, Exception) or not isinstance(self._iterator, _Prefetch):
-                self._iterator = None
+                self._forget()
             raise
+
+    async def finish(self, compute: Compute) -> None:
+        """Let go of an epoch that is known to be at its end.
+
+        A DataLoader hears of it first: what its sampler draws when it is asked for more, it draws in every epoch.
+        """
+        if isinstance(self.loader, DataLoader) and not isinstance(self.loader.dataset, IterableDataset):
+            await compute(next, self._iterator or iter(()), None)
+        await self.aclose()
 
     async def aclose(self) -> None:
         """Let go of an epoch left in the middle, its worker processes or its async generator included."""
-        iterator, self._iterator = self._iterator, None
-        if isinstance(iterator, _Prefetch):
-            await iterator.aclose()
-        else:
-            await _let_go(iterator)
+        iterator = self._iterator
+        self._forget()
+        await _close(iterator)
+
+
+async def _close(iterator: Any) -> None:
+    if isinstance(iterator, _Prefetch):
+        await iterator.aclose()
+    else:
+        await _let_go(iterator)
 
 
 async def _let_go(iterator: Any) -> None:
