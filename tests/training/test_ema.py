@@ -333,9 +333,11 @@ def test_any_event_but_those_of_evaluation_ends_it(event: Event) -> None:
 
 def test_it_runs_where_there_is_something_to_do() -> None:
     """Before it has begun, after, and during an evaluation."""
-    ema, state = EMA(update_interval="2ba"), make_state(Masked(1.0), batches=3)
+    ema, state = EMA(update_interval="2ba"), make_state(Masked(1.0))
     assert {event for event in Event if ema.match(event, state)} == {Event.FIT_START, Event.BATCH_END}
 
+    state = make_state(Masked(1.0), batches=3)
+    assert {event for event in Event if ema.match(event, state)} == {Event.BATCH_END}
     ema.apply(Event.BATCH_END, state, Logger())  # joined in the middle of the run
     assert {event for event in Event if ema.match(event, state)} == {Event.EVAL_START}
 

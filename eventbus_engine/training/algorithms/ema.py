@@ -85,11 +85,11 @@ class EMA(Algorithm[State, Event]):
     """Evaluate an exponential moving average of the weights, which is steadier than the weights it is made from.
 
     Tarvainen & Valpola 2017 (https://arxiv.org/abs/1703.01780), after Polyak & Juditsky 1992. The averages of all
-    parameters and buffers begin as a copy of them when `ema_start` is reached, on FIT_START or after a batch, and move
-    towards them on BATCH_END (on EPOCH_END, if the unit is epochs); see `compute_ema`. They are kept in float32 at
-    least, beside the model, on its device. EVAL_START puts them into the model, in fit and in a standalone evaluation,
-    and EVAL_END puts the training weights back, bit for bit. After an evaluation that failed midway, the next event of
-    training or evaluation does so; until then the model holds the averages.
+    parameters and buffers begin as a copy of them when `ema_start` is reached, on the first FIT_START or after a
+    batch, and move towards them on BATCH_END (on EPOCH_END, if the unit is epochs); see `compute_ema`. They are
+    kept in float32 at least, beside the model, on its device. EVAL_START puts them into the model, in fit and in a
+    standalone evaluation, and EVAL_END puts the training weights back, bit for bit. After an evaluation that failed
+    midway, the next event of training or evaluation does so; until then the model holds the averages.
 
     Training itself is not touched. An algorithm that exchanges parts of the model has to do so at INIT. Do not combine
     it with another algorithm that averages weights (SWA), nor with one that writes weights during evaluation.
@@ -189,8 +189,9 @@ class EMA(Algorithm[State, Event]):
         if event == Event.EVAL_START:
             return self._put_in if self.averages else None
         if not self.averages:
-            begins = event in (Event.FIT_START, Event.BATCH_END) and self._has_started(state)
-            return self._begin if begins else None
+            # On FIT_START only where it begins the run: one that resumes begins where the uninterrupted one would have.
+            due = event == Event.BATCH_END or (event == Event.FIT_START and state.timestamp.batch == 0)
+            return self._begin if due and self._has_started(state) else None
         unit, every = self.update_interval.unit, int(self.update_interval)
         return self._update if event == _UPDATES[unit] and int(state.timestamp.get(unit)) % every == 0 else None
 
