@@ -16,6 +16,7 @@ from eventbus_engine.time import Time, Timestamp, TimeUnit
 from eventbus_engine.training import data
 from eventbus_engine.training.data import BatchKey
 from eventbus_engine.training.model import LossFunction
+from eventbus_engine.training.source import BatchSource
 from eventbus_engine.training.worker import InlineWorker, Worker
 
 __all__ = ["AUTOCAST", "Precision", "State"]
@@ -92,6 +93,7 @@ class State:
         self._worker: Worker = worker or InlineWorker()
         self._compiled: tuple[nn.Module, Callable[..., Any]] | None = None
         self._pass: Callable[[], Awaitable[Tensor]] | None = None  # the loop's, while there is a batch to repeat
+        self._source: BatchSource | None = None  # the trainer's, of the training batches
 
     async def compute(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a long computation where it does not hold up the event loop: on the trainer's worker thread.

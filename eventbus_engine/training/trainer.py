@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
-import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -41,7 +39,9 @@ from eventbus_engine.training.arguments import (
     listed,
     make_scaler,
 )
+from eventbus_engine.training.checkpoint.resuming import Resuming
 from eventbus_engine.training.evaluator import evaluate, make_evaluators
+from eventbus_engine.training.generators import seed_generators
 from eventbus_engine.training.loop import TrainingLoop
 from eventbus_engine.training.model import LossFunction, check_model
 from eventbus_engine.training.prediction import predict
@@ -103,6 +103,12 @@ class Trainer:
         tracer_provider: where spans go; OpenTelemetry's global provider by default.
         cuda_timing: also make spans of what forward, loss, backward and the optimizer took on the CUDA device, which
             their own spans, of the launches, do not show.
+        load_path: the folder of a checkpoint to go on from. It is loaded after INIT, when the model is what the
+            algorithms have made of it.
+        load_strict: whether all of it has to fit: the model, the optimizers, the schedulers. False loads what fits.
+        load_weights_only: load the model alone, to begin a run of its own from there.
+        autoresume: go on from the newest checkpoint that this run's `CheckpointSaver` has left in its folder, all of
+            it; where there is none yet, begin as without it, at `load_path` if that is given.
 
     Raises:
         ConfigurationError: an argument does not fit; it says which, and what would.
@@ -134,10 +140,15 @@ class Trainer:
         run_name: str | None = None,
         tracer_provider: TracerProvider | None = None,
         cuda_timing: bool = False,
+        load_path: str | os.PathLike[str] | None = None,
+        load_strict: bool = True,
+        load_weights_only: bool = False,
+        autoresume: bool = False,
     ) -> None:
         check_model(model, loss)
         source = BatchSource(train_dataloader, "train_dataloader")
         evaluators = make_evaluators(eval_dataloader)
+        self._resuming = Resuming.check(load_path, load_strict, load_weights_only, autoresume, listed(callbacks))
         interval = check_duration("eval_interval", eval_interval, INTERVAL_UNITS)
         where, number_format = check_device(device, model), check_precision(precision)
         self._worker: Worker = ComputeWorker() if offload else InlineWorker()
@@ -158,6 +169,7 @@ class Trainer:
             run_name=run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}",
             worker=self._worker,
         )
+        self.state._source = source
         self.engine: Engine[State] = Engine(self.state, None, algorithm_passes, tracer_provider=tracer_provider)
         if offload:
             # Plain `apply` computes, too; inline it needs no detour and sees the caller's own context.
@@ -185,13 +197,14 @@ class Trainer:
         Raises:
             ConfigurationError: there is nothing left to train, no optimizer, or a fit is running.
             TimeFormatError: the duration does not parse.
+            CheckpointError: the checkpoint to load is damaged, or does not fit the run.
             BatchError: a batch cannot be used; it says what would.
             EngineClosedError: the trainer is closed.
         """
         more = None if duration is None else check_duration("duration", duration, DURATION_UNITS)
         async with self._session():
-            self._extend(more)
             await self._initialise()
+            self._extend(more)
             if not self.state.optimizers:
                 raise ConfigurationError("there is nothing to step: give the Trainer optimizers=")
             await self._loop.fit()
@@ -339,13 +352,13 @@ class Trainer:
         if self._initialised:
             return
         if self.state.seed is not None:
-            _seed_everything(self.state.seed)
+            seed_generators(self.state.seed)
         await self.engine.run_event(Event.INIT)
         await self.state.compute(self.state.model.to, self.state.device)
         if self._compile is not None:
             self.state.compile(**self._compile)
         async with self.engine.pair(Event.BEFORE_LOAD):
-            pass  # what a checkpoint would put back goes here
+            await self._resuming.load(self.state)
         self._initialised = True
 
 
@@ -353,11 +366,3 @@ async def _close(sources: Sequence[BatchSource]) -> None:
     with anyio.CancelScope(shield=True):
         for source in sources:
             await source.aclose()
-
-
-def _seed_everything(seed: int) -> None:
-    """Seed the global generators that training draws from: data order, dropout, initialisation at INIT."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)

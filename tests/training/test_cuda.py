@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,11 @@ import torch.nn.functional as F  # noqa: N812 -- its usual name
 from torch import nn
 
 from eventbus_engine.callback import Callback
+from eventbus_engine.errors import CallbackErrors
 from eventbus_engine.training import State, Trainer
-from eventbus_engine.training.algorithms import FusedLayerNorm, GatedLinearUnits, SeqLengthWarmup
+from eventbus_engine.training.algorithms import EMA, FusedLayerNorm, GatedLinearUnits, SeqLengthWarmup
+from eventbus_engine.training.checkpoint import take_snapshot, write_snapshot
+from eventbus_engine.training.checkpoint.contents import collect
 
 pytestmark = [pytest.mark.anyio, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -90,3 +93,55 @@ async def test_the_event_loop_keeps_its_beat_while_the_device_trains(make_char_l
 
     assert len(losses.seen) == 200
     assert len(beats) > len(losses.seen)
+
+
+class Cut(Callback[State]):
+    """Saves the run after some batch, and ends it there."""
+
+    def __init__(self, batch: int, path: Path) -> None:
+        super().__init__()
+        self.batch, self.path = batch, path
+
+    async def batch_checkpoint(self, state: State, logger: Any) -> None:
+        """Nobody hears of it any more."""
+        if state.timestamp.batch == self.batch:
+            write_snapshot(await state.compute(lambda: take_snapshot(collect(state, state._source))), self.path)
+            raise RuntimeError("killed")
+
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels that add up in one order only."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
+async def test_a_run_in_bfloat16_resumes_bit_for_bit(make_char_lm: Callable[..., Trainer], tmp_path: Path) -> None:
+    """With moving averages, and dropout drawn on the device: its losses, its weights, and the device's generator."""
+
+    def drop(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        return F.dropout(outputs, 0.1)
+
+    def make(**arguments: Any) -> Trainer:
+        trainer = make_char_lm(**arguments)
+        trainer.state.algorithms.append(EMA(half_life="10ba"))
+        trainer.state.model.register_forward_hook(drop)
+        return trainer
+
+    whole, rest = Losses(), Losses()
+    first = make(callbacks=[whole])
+    await first.fit("60ba")
+    drawn = torch.cuda.get_rng_state()
+    with pytest.raises(CallbackErrors):
+        await make(callbacks=[Cut(23, tmp_path / "cut")]).fit("60ba")
+    torch.cuda.manual_seed(99)
+    second = make(callbacks=[rest], load_path=tmp_path / "cut")
+    await second.fit("37ba")
+
+    expected, actual = first.state.model.state_dict(), second.state.model.state_dict()
+    assert rest.seen == whole.seen[23:]
+    assert torch.equal(torch.cuda.get_rng_state(), drawn)
+    assert [name for name, tensor in expected.items() if not torch.equal(tensor, actual[name])] == []

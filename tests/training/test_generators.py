@@ -71,7 +71,7 @@ def test_the_seed_that_a_run_without_one_goes_by_is_part_of_the_state() -> None:
 
 
 def _numpy_at(position: int) -> dict[str, Any]:
-    state: dict[str, Any] = np.random.get_state(legacy=False)  # type: ignore[assignment]  # noqa: NPY002
+    state: dict[str, Any] = np.random.get_state(legacy=False)  # noqa: NPY002
     return state | {"state": state["state"] | {"pos": position}}
 
 
