@@ -3,12 +3,12 @@
 from eventbus_engine.training.checkpoint.contents import Contents
 from eventbus_engine.training.checkpoint.manifest import Manifest
 from eventbus_engine.training.checkpoint.reading import Checkpoint, open_checkpoint
+from eventbus_engine.training.checkpoint.snapshot import Snapshot, take_snapshot
 from eventbus_engine.training.checkpoint.storage import (
-    Snapshot,
     clear_leftovers,
     delete_checkpoint,
     find_checkpoints,
-    take_snapshot,
+    link_latest,
     write_snapshot,
 )
 
@@ -20,6 +20,7 @@ __all__ = [
     "clear_leftovers",
     "delete_checkpoint",
     "find_checkpoints",
+    "link_latest",
     "open_checkpoint",
     "take_snapshot",
     "write_snapshot",

@@ -26,11 +26,13 @@ class Contents:
         values: what is the same on every rank, in the types that `values.encode` keeps; tensors anywhere in it are
             kept with the others.
         rank_values: what is this rank's own.
+        measured: metrics that were measured at this very point, to tell the best checkpoints by.
     """
 
     tensors: Mapping[str, Tensor]
     values: Mapping[str, Any] = field(default_factory=dict)
     rank_values: Mapping[str, Any] = field(default_factory=dict)
+    measured: Mapping[str, float] = field(default_factory=dict)
 
 
 def collect(state: State, source: BatchSource | None, callbacks: Mapping[str, Any] | None = None) -> Contents:

@@ -1,163 +1,40 @@
-"""Checkpoints on the disk: taken on the training thread, written by any other, read after they have been checked.
-
-torch.distributed.checkpoint plans which rank writes and reads which part of which tensor. What is here is the storage:
-safetensors for the tensors, JSON for the rest, and a rename that makes a whole checkpoint of it at once.
-"""
+"""Checkpoints on the disk: folders that appear whole, by a rename, and go the same way."""
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import torch
-import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan
 
 from eventbus_engine.errors import CheckpointError
-from eventbus_engine.time import Timestamp
-from eventbus_engine.training.checkpoint.contents import Contents
 from eventbus_engine.training.checkpoint.manifest import (
     MANIFEST,
-    MOST_JSON,
     VALUES,
     FileInfo,
     Manifest,
-    Part,
-    TensorInfo,
     describe_file,
+    dump,
+    read_json,
 )
-from eventbus_engine.training.checkpoint.values import encode, parse
+from eventbus_engine.training.checkpoint.snapshot import Snapshot
 
-__all__ = ["Snapshot", "clear_leftovers", "delete_checkpoint", "find_checkpoints", "take_snapshot", "write_snapshot"]
+__all__ = ["clear_leftovers", "delete_checkpoint", "find_checkpoints", "link_latest", "write_snapshot"]
 
 PATIENCE: Final = 600.0
 """Seconds that rank 0 waits for the other ranks' parts of a checkpoint, which they write at the same time."""
 
-_WRITING, _REPLACED, _DELETED = ".writing", ".replaced", ".deleted"
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A run at one point of it, in memory of its own: training may go on.
-
-    Attributes:
-        rank: whose part it is, of `world_size` ranks.
-        nonce: the same on all ranks, of this one snapshot.
-        timestamp: how far the training was, as `Timestamp.state_dict` gives it.
-        parts: what this rank writes of the tensors, on the processor, by their keys in its file.
-        tensors: all tensors, and who writes which part of them; the same on all ranks.
-        values: what is the same on all ranks, as JSON.
-        rank_values: what is this rank's own, as JSON.
-    """
-
-    rank: int
-    world_size: int
-    nonce: str
-    timestamp: Mapping[str, int | float]
-    parts: Mapping[str, Tensor]
-    tensors: Mapping[str, TensorInfo]
-    values: bytes
-    rank_values: bytes
-
-
-def take_snapshot(contents: Contents) -> Snapshot:
-    """Copy the parts of a run to memory. In a job of several ranks all of them call it, on their training threads.
-
-    Raises:
-        CheckpointError: a value that a checkpoint cannot hold; names it.
-    """
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    kept: dict[str, Tensor] = {}
-    own: dict[str, Tensor] = {}
-    values = _to_bytes(contents.values, "values", _keep_in(kept, "values/"))
-    rank_values = _to_bytes(contents.rank_values, f"values of rank {rank}", _keep_in(own, "own/"))
-    tensors = {**contents.tensors, **kept}
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(tensors, is_coordinator=rank == 0)
-    plans, nonce = _exchange(planner.create_local_plan(), world_size)
-    plans, _ = planner.create_global_plan(plans)
-    plan = planner.finish_plan(plans[rank])
-    parts = {_key(item): _copy(planner.resolve_data(item)) for item in plan.items}
-    timestamp = contents.values.get("timestamp")
-    return Snapshot(
-        rank,
-        world_size,
-        nonce,
-        timestamp.state_dict() if isinstance(timestamp, Timestamp) else {},
-        {**parts, **{name: _copy(tensor) for name, tensor in own.items()}},
-        _locate(plans),
-        values,
-        rank_values,
-    )
-
-
-def _keep_in(kept: dict[str, Tensor], prefix: str) -> Callable[[Tensor], str]:
-    def keep(tensor: Tensor) -> str:
-        name = f"{prefix}{len(kept)}"
-        kept[name] = tensor
-        return name
-
-    return keep
-
-
-def _to_bytes(values: Mapping[str, Any], what: str, keep: Callable[[Tensor], str]) -> bytes:
-    content = {name: encode(value, str(name), keep) for name, value in values.items()}
-    text = json.dumps(content, separators=(",", ":")).encode()
-    if len(text) > MOST_JSON:
-        raise CheckpointError(
-            f"the {what} take {len(text)} bytes as JSON, and a checkpoint holds {MOST_JSON}; let state_dict() return "
-            f"tensors or arrays for what is long"
-        )
-    return text
-
-
-def _exchange(plan: SavePlan, world_size: int) -> tuple[list[SavePlan], str]:
-    """The plans of all ranks, and what their temporary names have in common."""
-    nonce = os.urandom(6).hex()
-    if world_size == 1:
-        return [plan], nonce
-    gathered: list[Any] = [None] * world_size
-    dist.all_gather_object(gathered, (plan, nonce))
-    return [plan for plan, _ in gathered], gathered[0][1]
-
-
-def _key(item: Any) -> str:
-    offset = item.index.offset
-    return item.index.fqn if not offset or not any(offset) else f"{item.index.fqn}@{','.join(map(str, offset))}"
-
-
-def _copy(data: Any) -> Tensor:
-    """A tensor of its own on the processor, laid out as safetensors wants it."""
-    tensor: Tensor = data.detach()
-    copied = tensor.to("cpu", memory_format=torch.contiguous_format)
-    return copied.clone() if copied.data_ptr() == tensor.data_ptr() else copied
-
-
-def _locate(plans: Sequence[SavePlan]) -> dict[str, TensorInfo]:
-    """Which rank's file has which part of which tensor."""
-    located: dict[str, TensorInfo] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            data = item.tensor_data
-            assert data is not None  # noqa: S101 -- only tensors are planned
-            part = Part(tuple(data.chunk.offsets), tuple(data.chunk.sizes), f"rank{rank}.safetensors", _key(item))
-            known = located.get(item.index.fqn)
-            parts = (part,) if known is None else (*known.parts, part)
-            located[item.index.fqn] = TensorInfo(data.properties.dtype, data.size, parts)
-    return located
-
-
-# --------------------------------------------------------------------------------------------------------- writing
+_PASSING: Final = re.compile(r"\.(?P<name>.+)\.(?:[0-9a-f]{12}\.(?:writing|deleted|link)|replaced)")
+"""The names of what is not a checkpoint yet, or any more."""
 
 
 def write_snapshot(snapshot: Snapshot, path: Path, *, patience: float = PATIENCE) -> None:
@@ -174,28 +51,35 @@ def write_snapshot(snapshot: Snapshot, path: Path, *, patience: float = PATIENCE
     Raises:
         CheckpointError: it cannot be written, or another rank has failed to.
     """
-    folder = path.with_name(f".{path.name}.{snapshot.nonce}{_WRITING}")
+    folder = _passing(path, f"{snapshot.nonce}.writing")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _told_by(folder / f"rank{snapshot.rank}"):
             files = _write_files(snapshot, folder)
             if snapshot.rank:
-                _write(
-                    folder / f"rank{snapshot.rank}.part", _dump({name: asdict(info) for name, info in files.items()})
-                )
-                return
+                told = dump({name: asdict(info) for name, info in files.items()})
+                return _write(folder / f"rank{snapshot.rank}.part", told)
         for rank in range(1, snapshot.world_size):
             files |= _wait_for(folder, rank, patience)
-        manifest = Manifest(snapshot.world_size, snapshot.timestamp, files, snapshot.tensors)
-        _write(folder / MANIFEST, _dump(manifest.to_json()))
+        manifest = Manifest(
+            snapshot.world_size, snapshot.timestamp, files, snapshot.plan.tensors, measured=snapshot.measured
+        )
+        _write(folder / MANIFEST, dump(manifest.to_json()))
         _flush(folder)
         _give_name(folder, path)
-    except (OSError, ValueError, CheckpointError) as error:
+    except Exception as error:
         if not snapshot.rank:
             shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"the checkpoint {path} cannot be written: {error}") from error
+        if isinstance(error, OSError | ValueError | SafetensorError):
+            raise CheckpointError(
+                f"the checkpoint {path} cannot be written: {error}; the ones before it are as they were"
+            ) from error
+        raise
+
+
+def _passing(path: Path, why: str) -> Path:
+    """A name beside it that is no checkpoint's."""
+    return path.with_name(f".{path.name}.{why}")
 
 
 def _write_files(snapshot: Snapshot, folder: Path) -> dict[str, FileInfo]:
@@ -237,14 +121,12 @@ def _wait_for(folder: Path, rank: int, patience: float) -> dict[str, FileInfo]:
                 f"rank {rank} has not written its part of the checkpoint to {folder.parent} within {patience:g} s; "
                 f"all ranks have to see the same folder there"
             )
+        if not threading.main_thread().is_alive():
+            raise CheckpointError(f"the process ends before rank {rank} has written its part of the checkpoint")
         time.sleep(0.01)
-    files = {name: FileInfo(**info) for name, info in parse(part.read_bytes(), str(part)).items()}
+    files = {name: FileInfo(**info) for name, info in read_json(part).items()}
     part.unlink()
     return files
-
-
-def _dump(content: Any) -> bytes:
-    return json.dumps(content, separators=(",", ":")).encode()
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -268,8 +150,10 @@ def _flush(folder: Path) -> None:
 
 def _give_name(folder: Path, path: Path) -> None:
     """Make it the checkpoint of that name; one that it replaces is not gone before it is there."""
-    replaced = path.with_name(f".{path.name}{_REPLACED}")
-    if path.exists():
+    replaced = _passing(path, "replaced")
+    if os.path.lexists(path):
+        if not _is_checkpoint(path):
+            raise CheckpointError(f"{path} is there already, and is no checkpoint; move it away, or save elsewhere")
         shutil.rmtree(replaced, ignore_errors=True)
         path.rename(replaced)
     folder.rename(path)
@@ -277,32 +161,88 @@ def _give_name(folder: Path, path: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+def _is_checkpoint(path: Path) -> bool:
+    return not path.is_symlink() and (path / MANIFEST).is_file()
+
+
 def delete_checkpoint(path: Path) -> None:
-    """Delete a checkpoint: at once as far as `find_checkpoints` is concerned, whenever the process ends."""
-    doomed = path.with_name(f".{path.name}.{os.urandom(6).hex()}{_DELETED}")
-    path.rename(doomed)
+    """Delete a checkpoint: at once as far as `find_checkpoints` is concerned, whenever the process ends.
+
+    Raises:
+        CheckpointError: it is no checkpoint, or cannot be deleted.
+    """
+    if not _is_checkpoint(path):
+        raise CheckpointError(f"{path} is no checkpoint, and is not deleted")
+    doomed = _passing(path, f"{os.urandom(6).hex()}.deleted")
+    try:
+        path.rename(doomed)
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {path} cannot be deleted: {error}") from error
     shutil.rmtree(doomed, ignore_errors=True)
 
 
+def link_latest(link: Path, path: Path) -> None:
+    """Have a symbolic link lead to a checkpoint beside it; it leads to one, or the one before, at any time.
+
+    Raises:
+        CheckpointError: it cannot be made: there is something else of that name, or the disk has no links.
+    """
+    made = _passing(link, f"{os.urandom(6).hex()}.link")
+    try:
+        made.symlink_to(path.name)
+        made.replace(link)
+    except OSError as error:
+        made.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"the link {link} to the checkpoint {path.name} cannot be made: {error}; leave it out by latest=None"
+        ) from error
+
+
 def clear_leftovers(folder: Path) -> None:
-    """Remove what killed processes have left of checkpoints in a folder, and put back what was being replaced."""
-    for entry in folder.glob(".*"):
-        if entry.suffix == _REPLACED:
-            path = folder / entry.name.removeprefix(".").removesuffix(_REPLACED)
-            if not path.exists():
-                entry.rename(path)
-        if entry.suffix in (_WRITING, _REPLACED, _DELETED):
+    """Remove what killed processes have left of checkpoints in a folder, and put back what was being replaced.
+
+    Not while another process saves there.
+
+    Raises:
+        CheckpointError: what was being replaced cannot be put back.
+    """
+    for entry in sorted(folder.glob(".*")):
+        passing = _PASSING.fullmatch(entry.name)
+        if passing is None:
+            continue
+        if entry.is_symlink():
+            entry.unlink(missing_ok=True)
+        elif _is_only_one(entry):
+            try:
+                entry.rename(folder / passing["name"])
+            except OSError as error:
+                raise CheckpointError(f"{entry} cannot be made the checkpoint that it was: {error}") from error
+        else:
             shutil.rmtree(entry, ignore_errors=True)
 
 
+def _is_only_one(entry: Path) -> bool:
+    """Whether it was being replaced, and what was to replace it has not got its name."""
+    name = entry.name.removeprefix(".").removesuffix(".replaced")
+    return entry.suffix == ".replaced" and not os.path.lexists(entry.with_name(name))
+
+
 def find_checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints in a folder, the one of the least batches first. Links and others' folders are left out."""
-    found: list[tuple[int | float, Path]] = []
+    """The whole checkpoints in a folder, the one of the least batches first. Links and others' folders are left out.
+
+    Whole by their names and sizes, which is what a killed process could leave otherwise; a disk that has lost some of
+    their bytes is found out by `open_checkpoint`. One that was being replaced when its process was killed is still
+    there, under a name that `clear_leftovers` takes back.
+    """
+    found: list[tuple[tuple[int | float, ...], Path]] = []
     for path in folder.iterdir() if folder.is_dir() else ():
-        if path.is_symlink() or path.name.startswith(".") or not (path / MANIFEST).is_file():
+        if not _is_checkpoint(path) or (path.name.startswith(".") and not _is_only_one(path)):
             continue
         try:
-            found.append((Manifest.read(path).timestamp.get("batch", 0), path))
-        except CheckpointError:
-            continue  # not by this format, or damaged: nothing to go on from
+            manifest = Manifest.read(path)
+            whole = all((path / name).lstat().st_size == info.size for name, info in manifest.files.items())
+        except (CheckpointError, OSError):
+            continue  # not by this format, damaged, or just being deleted: nothing to go on from
+        if whole:
+            found.append((manifest.position, path))
     return [path for _, path in sorted(found)]

@@ -16,7 +16,7 @@ from torch import Tensor
 from eventbus_engine.errors import CheckpointError
 from eventbus_engine.time import Time, Timestamp
 
-__all__ = ["decode", "encode", "parse"]
+__all__ = ["DTYPES", "check_tensor", "decode", "encode", "parse"]
 
 Keep = Callable[[Tensor], str]
 """Takes a tensor to where tensors are kept; returns the name it is found by."""
@@ -26,17 +26,50 @@ Find = Callable[[str], Tensor]
 
 DTYPES: Final = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
+KEPT: Final[dict[str, torch.dtype]] = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
+    "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+"""The types that tensors are kept in, by safetensors' names for them."""
+
+_KEPT_TYPES: Final = frozenset(KEPT.values())
+
 
 def parse(text: bytes, where: str) -> Any:
     """Parse JSON that anybody may have written.
 
     Raises:
-        CheckpointError: it is not JSON, or nested too deeply; names `where` it is from.
+        CheckpointError: it is not JSON in UTF-8, is nested too deeply, or names something twice; names `where` it is
+            from.
     """
     try:
-        return json.loads(text)
+        return json.loads(text.decode(), object_pairs_hook=_once, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where} is no JSON: {error}; it is damaged, or not part of a checkpoint") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Which of two a reader takes is anybody's guess, and so what has been checked."""
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        raise ValueError("a name is there twice")
+    return content
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+def check_tensor(tensor: Tensor, place: str) -> None:
+    """Refuse a tensor that cannot be kept.
+
+    Raises:
+        CheckpointError: it is sparse, quantized, of a type that safetensors lacks, or has no data; names its place.
+    """
+    if tensor.dtype not in _KEPT_TYPES or tensor.layout is not torch.strided or tensor.is_meta:
+        _refuse(f"{place} is a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}")
 
 
 def encode(value: Any, place: str, keep: Keep) -> Any:
@@ -79,6 +112,7 @@ def _encode(value: Any, place: str, keep: Keep) -> Any:
         case Mapping():
             return _encode_mapping(value, place, keep)
         case Tensor():
+            check_tensor(value, place)
             return {"$tensor": keep(value)}
         case _:
             return _encode_tagged(value, place, keep)
@@ -119,7 +153,7 @@ def _encode_tagged(value: Any, place: str, keep: Keep) -> dict[str, Any]:
         case timedelta():
             return {"$timedelta": [value.days, value.seconds, value.microseconds]}
         case datetime():
-            return {"$datetime": value.isoformat()}
+            return {"$datetime": [value.isoformat(), value.fold]}
         case torch.dtype():
             return {"$dtype": str(value)}
         case torch.device():
@@ -135,6 +169,7 @@ def _encode_array(value: Any, place: str, keep: Keep) -> dict[str, Any]:
             tensor = torch.from_numpy(value.__array__().copy())
         except (TypeError, ValueError):
             _refuse(f"{place} is an array of {value.dtype}")
+        check_tensor(tensor, place)
         return {"$number" if hasattr(value, "is_integer") or not hasattr(value, "__len__") else "$array": keep(tensor)}
     return _refuse(f"{place} is a {type(value).__qualname__}")
 
@@ -192,7 +227,7 @@ _DECODERS: Final[dict[str, Callable[[Any, Find], Any]]] = {
     "$array": lambda inside, find: find(inside).numpy(),
     "$bytes": lambda inside, find: base64.b64decode(inside, validate=True),
     "$complex": lambda inside, find: complex(*_decode(inside, find)),
-    "$datetime": lambda inside, find: datetime.fromisoformat(inside),
+    "$datetime": lambda inside, find: datetime.fromisoformat(inside[0]).replace(fold=inside[1]),
     "$deque": _decode_deque,
     "$device": lambda inside, find: torch.device(inside),
     "$dict": lambda inside, find: {_decode(key, find): _decode(item, find) for key, item in inside},
