@@ -1,5 +1,6 @@
-"""Callbacks that watch a training run: its speed, its numbers, its memory, and when to end it."""
+"""Callbacks for a training run: they watch its speed, its numbers and its memory, end it in time, and save it."""
 
+from eventbus_engine.training.callbacks.checkpoint_saver import CheckpointSaver
 from eventbus_engine.training.callbacks.early_stopper import EarlyStopper
 from eventbus_engine.training.callbacks.lr_monitor import LRMonitor
 from eventbus_engine.training.callbacks.memory_monitor import MemoryMonitor
@@ -9,6 +10,7 @@ from eventbus_engine.training.callbacks.runtime_estimator import RuntimeEstimato
 from eventbus_engine.training.callbacks.speed_monitor import SpeedMonitor
 
 __all__ = [
+    "CheckpointSaver",
     "EarlyStopper",
     "LRMonitor",
     "MemoryMonitor",

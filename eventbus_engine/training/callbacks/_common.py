@@ -20,6 +20,11 @@ def check_count(owner: str, argument: str, value: Any, least: int) -> int:
     raise ConfigurationError(f"{owner}: {argument}={value!r} has to be a whole number, {least} or more")
 
 
+def less_is_better(metric: str) -> bool:
+    """Whether a metric is called what is better if there is less of it; of any other more is."""
+    return any(word in metric.lower() for word in ("loss", "error", "perplexity"))
+
+
 def check_saved(owner: str, saved: Mapping[str, Any], names: Iterable[str]) -> None:
     """Refuse a saved state that lacks one of `names`, or holds another.
 

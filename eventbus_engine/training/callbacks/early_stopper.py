@@ -16,7 +16,7 @@ from eventbus_engine.logger import Logger
 from eventbus_engine.time import Time, Timestamp
 from eventbus_engine.training.algorithms._common import check_range
 from eventbus_engine.training.arguments import DURATION_UNITS, check_duration
-from eventbus_engine.training.callbacks._common import batch_loss, check_count, check_saved
+from eventbus_engine.training.callbacks._common import batch_loss, check_count, check_saved, less_is_better
 from eventbus_engine.training.state import State
 
 __all__ = ["EarlyStopper"]
@@ -24,8 +24,6 @@ __all__ = ["EarlyStopper"]
 log: logging.Logger = logging.getLogger("eventbus_engine")
 
 Comparison: TypeAlias = Callable[[Any, Any], Any]
-
-_LESS_IS_BETTER = ("loss", "error", "perplexity")
 
 _SAVED = ("best", "best_at", "stale", "total", "batches")
 
@@ -184,7 +182,7 @@ class EarlyStopper(Callback[State]):
 
 
 def _default_comparison(monitor: str) -> Comparison:
-    return operator.lt if any(word in monitor.lower() for word in _LESS_IS_BETTER) else operator.gt
+    return operator.lt if less_is_better(monitor) else operator.gt
 
 
 def _on_numbers(comp: Comparison) -> Comparison:
