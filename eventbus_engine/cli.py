@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--no-progress", action="store_true", help="draw no progress bar")
     demo.set_defaults(command=_demo)
     _add_trace(commands)
+    _add_checkpoint(commands)
     return parser
 
 
@@ -88,6 +89,29 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     export.add_argument("-o", "--output", type=Path, metavar="FILE", help="where to; standard output by default")
 
 
+def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    described = "tell what a checkpoint holds, and whether it is whole"
+    actions = commands.add_parser(
+        "checkpoint", help=described, description=f"{described.capitalize()}."
+    ).add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
+    inspect = actions.add_parser(
+        "inspect",
+        help="how far the run was, who takes part, files, tensors",
+        description="Check a checkpoint, all of it, and tell what it holds. Nothing in it is run.",
+    )
+    inspect.add_argument("path", type=Path, help="the folder of a checkpoint, or a link to it")
+    inspect.add_argument("--tensors", action="store_true", help="list the tensors")
+    inspect.set_defaults(command=_inspect)
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    if not _has("inspecting a checkpoint", ("torch", "safetensors"), "train"):
+        return 2
+    from eventbus_engine.training.checkpoint.command import inspect
+
+    return inspect(options.path, tensors=options.tensors)
+
+
 def _trace(options: argparse.Namespace) -> int:
     from eventbus_engine.telemetry.reports import command
 
@@ -101,12 +125,7 @@ def _trace(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    if missing := [name for name in _EXTRAS if importlib.util.find_spec(name) is None]:
-        print(
-            f"eventbus-engine: the demo needs {', '.join(missing)}; "
-            'install what is missing with pip install "eventbus-engine[demo]"',
-            file=sys.stderr,
-        )
+    if not _has("the demo", _EXTRAS, "demo"):
         return 2
     if importlib.util.find_spec(options.backend) is None:
         print(f"eventbus-engine: --backend {options.backend} needs pip install {options.backend}", file=sys.stderr)
@@ -126,6 +145,18 @@ def _demo(options: argparse.Namespace) -> int:
         ),
         print,
     )
+
+
+def _has(what: str, modules: Sequence[str], extra: str) -> bool:
+    """Whether all of these can be imported; else it is said how to get them."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"eventbus-engine: {what} needs {', '.join(missing)}; "
+            f'install what is missing with pip install "eventbus-engine[{extra}]"',
+            file=sys.stderr,
+        )
+    return not missing
 
 
 def _version() -> str:
