@@ -99,3 +99,11 @@ def test_a_step_is_measured_beside_a_loop_by_hand_and_whichever_peers_there_are(
     assert all("median" in cell or cell["missing"] == "not installed" for cell in figures), rows
     assert all(cell["median"] > 0 for cell in rows["eventbus-engine"].values())
     assert {tuple(row) for row in rows.values()} == {("0.3 ms",)}
+
+
+def test_a_save_is_measured_beside_other_ways_to_save(tmp_path: Path) -> None:
+    """Each has figures for how long the loop waits, and for how much longer it takes."""
+    rows = measure("checkpoints", tmp_path)
+
+    assert len(rows) == 5
+    assert all(len(row["turns"]) == 2 and min(map(min, row["turns"])) > 0 for row in rows.values())
