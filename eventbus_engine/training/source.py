@@ -58,6 +58,7 @@ class BatchSource:
                 f"or any other iterable or async iterable"
             )
         self.loader: Any = loader
+        self.name: str = name
         self._iterator: Any = None
         self._tasks: TaskGroup | None = None
         self._context: Context | None = None

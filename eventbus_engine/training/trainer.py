@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
-import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -45,6 +43,8 @@ from eventbus_engine.training.evaluator import evaluate, make_evaluators
 from eventbus_engine.training.loop import TrainingLoop
 from eventbus_engine.training.model import LossFunction, check_model
 from eventbus_engine.training.prediction import predict
+from eventbus_engine.training.ranks.ranks import Parallelism, Ranks, seed_everything
+from eventbus_engine.training.ranks.sampler import check_shares
 from eventbus_engine.training.section import Sections
 from eventbus_engine.training.source import BatchSource
 from eventbus_engine.training.state import Precision, State
@@ -67,6 +67,8 @@ class Trainer:
             await trainer.fit("2ep")
             await trainer.fit("100ba")
             metrics = await trainer.eval()
+
+    Started by torchrun, it trains with the other ranks of the job: see docs/ranks.md.
 
     The constructor runs nothing: INIT fires first thing in the first `fit`, `eval` or `predict`.
 
@@ -101,6 +103,8 @@ class Trainer:
         step_schedulers_every_batch: step the schedulers after every batch instead.
         run_name: by default the time and a few random letters.
         tracer_provider: where spans go; OpenTelemetry's global provider by default.
+        parallelism: how the ranks of a job share the work: `"ddp"`, the default where there are several, or `"fsdp"`,
+            which cuts up the model and its optimizers' state.
         cuda_timing: also make spans of what forward, loss, backward and the optimizer took on the CUDA device, which
             their own spans, of the launches, do not show.
 
@@ -134,12 +138,17 @@ class Trainer:
         run_name: str | None = None,
         tracer_provider: TracerProvider | None = None,
         cuda_timing: bool = False,
+        parallelism: Parallelism | None = None,
     ) -> None:
         check_model(model, loss)
+        self._ranks = ranks = Ranks(parallelism)
         source = BatchSource(train_dataloader, "train_dataloader")
         evaluators = make_evaluators(eval_dataloader)
         interval = check_duration("eval_interval", eval_interval, INTERVAL_UNITS)
-        where, number_format = check_device(device, model), check_precision(precision)
+        for item in (source, *(evaluator.source for evaluator in evaluators)):
+            check_shares(item.loader, item.name, ranks.job)
+        ranks.check_algorithms(listed(algorithms))
+        where, number_format = ranks.device(check_device(device, model)), check_precision(precision)
         self._worker: Worker = ComputeWorker() if offload else InlineWorker()
         self.state: State = State(
             model,
@@ -148,7 +157,7 @@ class Trainer:
             train_dataloader=train_dataloader,
             loss_fn=loss,
             algorithms=listed(algorithms),
-            callbacks=[*check_loggers(loggers), *listed(callbacks)],
+            callbacks=ranks.speaking([*check_loggers(loggers), *listed(callbacks)]),
             max_duration=check_duration("max_duration", max_duration, DURATION_UNITS),
             device=where,
             precision=number_format,
@@ -157,13 +166,14 @@ class Trainer:
             microbatches=check_microbatches(microbatches),
             run_name=run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}",
             worker=self._worker,
+            ranks=ranks,
         )
         self.engine: Engine[State] = Engine(self.state, None, algorithm_passes, tracer_provider=tracer_provider)
         if offload:
             # Plain `apply` computes, too; inline it needs no detour and sees the caller's own context.
             self.engine.offload = self.state.compute
         clock = check_cuda_timing(cuda_timing, self.state.device)
-        self._tracing = RunTracing(self.engine.tracers, self.state, clock=clock)
+        self._tracing = RunTracing(self.engine.tracers, self.state, ranks.job.rank, clock)
         sections = Sections(self.engine, self._worker)
         self._loop = TrainingLoop(
             self.state, self.engine, sections, source, evaluators, interval, step_schedulers_every_batch, self._tracing
@@ -213,6 +223,8 @@ class Trainer:
         if not evaluators:
             raise ConfigurationError("there is nothing to evaluate on: give the Trainer eval_dataloader=")
         sources = [] if eval_dataloader is None else [evaluator.source for evaluator in evaluators]
+        for source in sources:
+            check_shares(source.loader, source.name, self._ranks.job)
         async with self._session(), self._lent(sources):
             await self._initialise()
             with self._tracing.unit("eval"):
@@ -252,6 +264,8 @@ class Trainer:
             return await self.engine.close()
         finally:
             await _close(self._sources())
+            if self._ranks.joined:
+                await self.state.compute(self._ranks.leave)
             self._worker.close()
 
     async def __aenter__(self) -> Self:
@@ -307,14 +321,31 @@ class Trainer:
         self._busy = True
         try:
             if self._entered:
-                with self._tracing.run():
+                async with self._run():
                     yield
             else:
-                async with self:
-                    with self._tracing.run():
-                        yield
+                async with self, self._run():
+                    yield
         finally:
             self._busy = False
+
+    @asynccontextmanager
+    async def _run(self) -> AsyncIterator[None]:
+        """The run of one call: on all ranks of one name, and in one trace."""
+        ranks, state, tracing = self._ranks, self.state, self._tracing
+        if not ranks.together:
+            with tracing.run():
+                yield
+            return
+        with ranks.failures():
+            await state.compute(ranks.join, state.device)
+            heard = {} if ranks.leads else await state.compute(ranks.hand_down)
+            state.run_name = heard.get("run_name", state.run_name)
+            with tracing.run(heard.get("traceparent", "")):
+                if ranks.leads:
+                    told = {"run_name": state.run_name, "traceparent": tracing.traceparent}
+                    await state.compute(ranks.hand_down, told)
+                yield
 
     def _refuse_closed(self) -> None:
         if self.engine.closed:
@@ -339,9 +370,11 @@ class Trainer:
         if self._initialised:
             return
         if self.state.seed is not None:
-            _seed_everything(self.state.seed)
+            seed_everything(self.state.seed)
         await self.engine.run_event(Event.INIT)
         await self.state.compute(self.state.model.to, self.state.device)
+        if self._ranks.together:
+            await self.state.compute(self._ranks.set_up, self.state.model, self.state.optimizers, self.state.seed)
         if self._compile is not None:
             self.state.compile(**self._compile)
         async with self.engine.pair(Event.BEFORE_LOAD):
@@ -353,11 +386,3 @@ async def _close(sources: Sequence[BatchSource]) -> None:
     with anyio.CancelScope(shield=True):
         for source in sources:
             await source.aclose()
-
-
-def _seed_everything(seed: int) -> None:
-    """Seed the global generators that training draws from: data order, dropout, initialisation at INIT."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
