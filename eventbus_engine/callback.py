@@ -82,6 +82,7 @@ class Callback(Generic[StateT]):
     * `run_blocking`: whether its plain methods run on a thread of their own, for a client that blocks (default
       False).
     * `blocks_after`: seconds past which a hook that holds up the event loop is reported, once (default 0.1).
+    * `every_rank`: whether a logger destination takes part on every rank of a job, not on rank 0 only (default False).
 
     Raises:
         HandlerTypeError: an argument that is no option.
@@ -193,6 +194,7 @@ OPTIONS = (
     "spool",
     "run_blocking",
     "blocks_after",
+    "every_rank",
 )
 
 

@@ -15,6 +15,7 @@ Every error of this package derives from `EventBusError`, so one `except` catche
     ├── BatchError (TypeError, ValueError)   a batch the training loop cannot read, split or hand to the model
     ├── TrainingError (RuntimeError)         a run that cannot go on: its loss is not finite
     ├── CheckpointError (RuntimeError)       a checkpoint that cannot be written, read, or loaded into this run
+    ├── RankError (RuntimeError)             a rank that has lost the others of its job
     ├── HandlerTimeoutError (TimeoutError)   an algorithm or callback that outlived its `timeout`
     ├── HandlerCancelledError                a callback that cancelled itself
     ├── DeadlockError                        dispatches that wait for each other's lanes
@@ -106,6 +107,20 @@ class TrainingError(EventBusError, RuntimeError):
 
 class CheckpointError(EventBusError, RuntimeError):
     """A checkpoint cannot be written, is not whole or not to be trusted, or does not fit the run that is to load it."""
+
+
+class RankError(EventBusError, RuntimeError):
+    """A rank has lost the others of its job: what they were to do together failed.
+
+    Attributes:
+        rank: which rank says so.
+        world_size: how many there were.
+    """
+
+    def __init__(self, message: str, *, rank: int = 0, world_size: int = 1) -> None:
+        super().__init__(message)
+        self.rank: int = rank
+        self.world_size: int = world_size
 
 
 class HandlerTimeoutError(EventBusError, TimeoutError):

@@ -31,9 +31,11 @@ class LoggerDestination(Callback[Any]):
     With a `send_records`, they return what there is to send, as the hooks do. With `run_blocking`, the plain ones are
     called with the async ones, on the destination's thread.
     A destination that fails never stops a run: `on_error` is `"log"` unless you say otherwise.
+    Of several ranks that train together only rank 0 has destinations, but for those with `every_rank = True`.
     """
 
     on_error: OnError = "log"
+    every_rank: bool = False
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> Any:
         """Record metrics, name to value, of a step (the number of the batch)."""

@@ -22,7 +22,7 @@ from eventbus_engine.training.model import compute_loss, forward, inputs_and_tar
 from eventbus_engine.training.source import EXHAUSTED, BatchSource
 from eventbus_engine.training.state import State
 
-__all__ = ["Evaluator", "eval_mode", "evaluate", "is_due", "make_evaluators", "next_batch"]
+__all__ = ["Evaluator", "eval_mode", "evaluate", "is_due", "make_evaluators", "next_batch", "share_buffers"]
 
 
 class Evaluator:
@@ -114,9 +114,30 @@ async def next_batch(source: BatchSource, state: State, most: int | None) -> Any
         await source.aclose()
         return EXHAUSTED
     batch = await source.fetch(state.compute, state.device)
+    if state._ranks.in_step:
+        while await state.compute(state._ranks.any, batch is not EXHAUSTED) and batch is EXHAUSTED:
+            # The model is in parts, and the others cannot use theirs alone.
+            await state.compute(_accompany, state)
     if batch is not EXHAUSTED:
         state.batch = batch
     return batch
+
+
+def _accompany(state: State) -> None:
+    """Run the model on the latest batch once more, for the sake of the other ranks."""
+    if state.batch is None:
+        raise BatchError(
+            f"rank {state.rank} has no batch to evaluate, but others have, and a model that is cut up runs on all "
+            f"ranks at once; give every rank a batch"
+        )
+    with torch.no_grad(), state.precision_context():
+        forward(state.model, state.batch, state.loss_fn, targets=False, runner=state.local_runner)
+
+
+async def share_buffers(state: State) -> None:
+    """Evaluate the same model on every rank, with the running statistics of rank 0."""
+    if state._ranks.together:
+        await state.compute(state._ranks.share_buffers, state.model)
 
 
 async def evaluate(state: State, engine: Engine[State], evaluators: Sequence[Evaluator]) -> None:
@@ -131,6 +152,7 @@ async def evaluate(state: State, engine: Engine[State], evaluators: Sequence[Eva
     kept = state.batch, state.outputs, state.loss
     try:
         with eval_mode(state.model), kept_generators():
+            await share_buffers(state)
             state.metrics = {}
             for evaluator in evaluators:
                 async with engine.pair(Event.EVAL_START):
@@ -157,12 +179,12 @@ async def _run_evaluator(evaluator: Evaluator, state: State, engine: Engine[Stat
             f"the dataloader of evaluator {evaluator.label!r} yielded no batch; give a loader that can be iterated "
             f"again for every evaluation, not an iterator"
         )
-    return await state.compute(measures.compute)
+    return await state.compute(measures.compute, state._ranks.sum if state._ranks.together else None)
 
 
 def _forward(state: State) -> Any:
     with torch.no_grad(), state.precision_context():
-        return forward(state.model, state.batch, state.loss_fn, runner=state.runner)
+        return forward(state.model, state.batch, state.loss_fn, runner=state.local_runner)
 
 
 def _measure(state: State, measures: Measures, samples: int) -> None:

@@ -6,6 +6,7 @@ modes itself: they belong to a thread, so there is never an `await` inside one o
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,12 +25,15 @@ from eventbus_engine.training.data import count_samples, count_tokens, describe,
 from eventbus_engine.training.evaluator import Evaluator, evaluate, is_due
 from eventbus_engine.training.learning_rates import set_learning_rates, step_schedulers
 from eventbus_engine.training.model import compute_loss, forward
+from eventbus_engine.training.ranks.ranks import Agreement
 from eventbus_engine.training.section import Sections
 from eventbus_engine.training.source import EXHAUSTED, BatchSource
 from eventbus_engine.training.state import State
 from eventbus_engine.training.tracing import RunTracing
 
 __all__ = ["TrainingLoop"]
+
+log: logging.Logger = logging.getLogger("eventbus_engine")
 
 
 @dataclass
@@ -57,6 +61,8 @@ class TrainingLoop:
     tracing: RunTracing
     _lap: float = field(default=0.0, init=False)
     _fresh: bool = field(default=False, init=False)  # the next forward pass is a batch's first
+    _held: list[Any] = field(default_factory=list, init=False)  # the batch that was fetched as another rank stopped
+    _share: float = field(default=1.0, init=False)  # this rank's, of the batch in progress
 
     async def fit(self) -> None:
         """One call of fit is one iteration, of as many epochs as `max_duration` allows."""
@@ -64,9 +70,11 @@ class TrainingLoop:
         await engine.run_event(Event.FIT_START)
         await engine.run_event(Event.ITERATION_START)
         state.model.train()
+        if state._ranks.together:
+            await state.compute(state._ranks.check_lengths, self.source.length)
         self._lap = time.perf_counter()
         complete = True
-        while complete and not self._is_over():
+        while complete and not await self._is_over_anywhere():
             with self.tracing.unit("epoch"):
                 complete = await self._run_epoch()
         self._count_iteration()
@@ -80,23 +88,8 @@ class TrainingLoop:
         self.source.position.epoch = int(state.timestamp.epoch)
         if state.timestamp.batch_in_epoch == 0:  # else an earlier fit has stopped inside this epoch
             await engine.run_event(Event.EPOCH_START)
-        while not self._is_over():
-            before = state.timestamp
-            with self.tracing.unit("batch") as unit:
-                # An async loader may publish, so nothing is held while it is waited for.
-                found = self._run_batch() if self.source.is_async else self.sections.run(self._run_batch)
-                exhausted = not await found
-                if exhausted:
-                    unit.rename("end of data")
-            if exhausted:
-                break
-            await self._evaluate_if_due(before)
-            with unit.resumed():
-                await engine.run_event(Event.BATCH_CHECKPOINT)
-        else:
-            if self.source.length != int(state.timestamp.batch_in_epoch):
-                return False
-            await self.source.finish(state.compute)
+        if not await self._run_batches():
+            return False
         if not self.step_schedulers_every_batch:
             await state.compute(step_schedulers, state)
         before, state.timestamp = state.timestamp, state.timestamp.to_next_epoch()
@@ -105,42 +98,97 @@ class TrainingLoop:
         await engine.run_event(Event.EPOCH_CHECKPOINT)
         return True
 
-    async def _run_batch(self) -> bool:
-        """Fetch the next batch and train on it; False if there is none."""
+    async def _run_batches(self) -> bool:
+        """Train until the data of the epoch is at its end, or the run is; whether the data is."""
+        state = self.state
+        while not self._is_over():
+            before = state.timestamp
+            with self.tracing.unit("batch") as unit:
+                # An async loader may publish, so nothing is held while it is waited for.
+                found = self._run_batch() if self.source.is_async else self.sections.run(self._run_batch)
+                agreed = await found
+                if agreed.exhausted:
+                    unit.rename("end of data")
+                elif agreed.over:
+                    unit.rename("end of run")
+            if agreed.ends:
+                break
+            await self._evaluate_if_due(before)
+            with unit.resumed():
+                await self.engine.run_event(Event.BATCH_CHECKPOINT)
+        else:
+            agreed = await self._agree(over=True)
+        if not self._is_over() and agreed.over:
+            state.stop_training()
+        if not agreed.exhausted and self.source.length != int(state.timestamp.batch_in_epoch):
+            return False
+        self._held.clear()
+        # Nobody will ask it again: it is at its end, or another rank is, or it is known to be.
+        await (self.source.aclose() if agreed.exhausted else self.source.finish(state.compute))
+        return True
+
+    async def _run_batch(self) -> Agreement:
+        """Fetch the next batch and train on it, if all ranks have one and none is to stop."""
         state, engine = self.state, self.engine
         async with engine.pair(Event.BEFORE_DATALOADER) as section:
-            batch = await self.source.fetch(state.compute, state.device)
-            if batch is EXHAUSTED:
-                self._refuse_empty_epoch()
+            agreed = await self._fetch()
+            if agreed.ends:
                 section.abandon()  # without a batch there is no AFTER_DATALOADER
-                return False
-            state.batch = batch
-            samples, tokens = self._count(batch)  # now: algorithms may drop samples that the run has seen
+                return agreed
 
         if state.schedulers:
             await state.compute(set_learning_rates, state)
         async with engine.pair(Event.BATCH_START):
-            loss = await self.sections.run(partial(self._train_and_step, samples, tokens))
+            loss = await self.sections.run(partial(self._train_and_step, agreed))
             # A run that was cancelled meanwhile ends here: the step counts, and nobody has heard of it yet.
             await self.sections.checkpoint_if_interrupted()
             engine.logger.log_metrics({"loss/train/total": loss})
-        return True
+        return agreed
 
-    async def _train_and_step(self, samples: int, tokens: int) -> float:
+    async def _fetch(self) -> Agreement:
+        """Put the next batch into the state, if there is one for every rank."""
+        state = self.state
+        batch = self._held.pop() if self._held else await self.source.fetch(state.compute, state.device)
+        # Counted now: algorithms may drop samples that the run has seen.
+        samples, tokens = (0, 0) if batch is EXHAUSTED else self._count(batch)
+        agreed = await self._agree(exhausted=batch is EXHAUSTED, samples=samples, tokens=tokens)
+        if agreed.exhausted:
+            self._refuse_empty_epoch()
+            if batch is not EXHAUSTED:
+                epoch = int(state.timestamp.epoch)
+                log.warning("rank %d has data left in epoch %d, but another rank has none", state.rank, epoch)
+        elif agreed.over:
+            self._held.append(batch)
+        else:
+            state.batch, self._share = batch, agreed.share
+        return agreed
+
+    async def _agree(self, **told: Any) -> Agreement:
+        """Tell the other ranks how far this one is, and hear about them."""
+        ranks = self.state._ranks
+        return await self.state.compute(ranks.agree, **told) if ranks.together else ranks.agree(**told)
+
+    async def _train_and_step(self, agreed: Agreement) -> float:
         await self._train_batch()
         state = self.state
         # Together, so that nothing comes between: a step that was made is counted, whoever is cancelled meanwhile.
         step = self.tracing.timed("optimizer", _step)
         with self.tracing.section("optimizer"):
-            return await state.compute(self._step_and_count, step, samples, tokens)
+            return await state.compute(self._step_and_count, step, agreed)
 
-    def _step_and_count(self, step: Callable[[State], float], samples: int, tokens: int) -> float:
+    def _step_and_count(self, step: Callable[[State], float], agreed: Agreement) -> float:
         """Step optimizers and schedulers; the loss of the batch, as a number."""
         state = self.state
         loss = step(state)
         if self.step_schedulers_every_batch:
             step_schedulers(state)
-        state.timestamp = state.timestamp.to_next_batch(samples, tokens, duration=self._next_lap())
+        lap = self._next_lap()
+        if state._ranks.together:
+            # Also of the time, or what is due by the clock would be due on some ranks only.
+            loss, seconds = state._ranks.mean([loss * agreed.share, lap.total_seconds()])
+            assert state.loss is not None  # noqa: S101 -- the batch has set it
+            state.loss, lap = torch.full_like(state.loss, loss), timedelta(seconds=seconds)
+        state.timestamp = state.timestamp.to_next_batch(agreed.samples, agreed.tokens, duration=lap)
         return loss
 
     async def _train_batch(self) -> None:
@@ -159,22 +207,28 @@ class TrainingLoop:
     async def _backpropagate(self) -> Tensor:
         """Forward, loss and backward, a microbatch at a time; the gradients add up to the whole batch's."""
         state, engine, timed = self.state, self.engine, self.tracing.timed
-        whole, total = state.batch, None
+        whole, total, share = state.batch, None, self._share
         create_graph = any(getattr(item, "backwards_create_graph", False) is True for item in state.algorithms)
         parts = _microbatches(state)
-        for state.batch, weight in parts:
+        await self._check_parts(len(parts))
+        for left, (state.batch, weight) in zip(reversed(range(len(parts))), parts, strict=True):
             fresh, self._fresh = self._fresh, False
             async with engine.pair(Event.BEFORE_FORWARD):
-                state.outputs = await state.compute(timed("forward", _forward), state, fresh)
+                state.outputs = await state.compute(timed("forward", _forward), state, fresh, not left)
             async with engine.pair(Event.BEFORE_LOSS):
                 state.loss = await state.compute(timed("loss", _loss), state)
             async with engine.pair(Event.BEFORE_BACKWARD):
-                total = await state.compute(timed("backward", _backward), state, weight, total, create_graph)
+                total = await state.compute(timed("backward", _backward), state, weight, share, total, create_graph)
             if create_graph:
                 await state.compute(_drop_graphs, state)
         state.batch = whole
         assert total is not None  # noqa: S101 -- a batch without samples has been refused
         return total
+
+    async def _check_parts(self, parts: int) -> None:
+        ranks, wanted = self.state._ranks, self.state.microbatches
+        if ranks.in_step and wanted > 1:
+            await self.state.compute(ranks.check_parts, parts)
 
     async def _evaluate_if_due(self, before: Timestamp) -> None:
         """Run the evaluators whose intervals have come round since."""
@@ -191,6 +245,11 @@ class TrainingLoop:
             async with self.engine.pair(Event.EVAL_BEFORE_ALL):
                 await evaluate(state, self.engine, due)
         self._lap += time.perf_counter() - started  # evaluation is no part of the training time
+
+    async def _is_over_anywhere(self) -> bool:
+        """Whether it is over on any rank, between epochs."""
+        ranks, over = self.state._ranks, self._is_over()
+        return await self.state.compute(ranks.any, over) if ranks.together else over
 
     def _is_over(self) -> bool:
         # read anew each time: a handler may have called stop_training
@@ -241,8 +300,9 @@ def _microbatches(state: State) -> list[tuple[Any, float]]:
 # ------------------------------------------------------------------------------------ the computations, on the worker
 
 
-def _forward(state: State, fresh: bool) -> Any:
+def _forward(state: State, fresh: bool, last: bool) -> Any:
     """The outputs; of the first microbatch, after the gradients of the batch before have been dropped."""
+    state._prepare(last=last)
     if fresh:
         for optimizer in state.optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -255,12 +315,13 @@ def _loss(state: State) -> Tensor:
         return compute_loss(state.model, state.outputs, state.batch, state.loss_fn)
 
 
-def _backward(state: State, weight: float, total: Tensor | None, create_graph: bool) -> Tensor:
+def _backward(state: State, weight: float, share: float, total: Tensor | None, create_graph: bool) -> Tensor:
     """Backpropagate, and add the microbatch's part to the loss of the whole batch."""
     assert state.loss is not None  # noqa: S101 -- the loss section has set it
     with torch.enable_grad():
-        # The loss is a mean over the microbatch: weighted by its size, the gradient is that of the whole batch's mean.
-        loss = state.loss if weight == 1 else state.loss * weight
+        # The loss is a mean over the microbatch: weighted by its size, the gradient is that of the whole batch's mean;
+        # and by this rank's share of the samples, the mean of the ranks' gradients is that of all their batches' mean.
+        loss = state.loss if weight * share == 1 else state.loss * (weight * share)
         if state.scaler is not None:
             loss = state.scaler.scale(loss)
         if create_graph:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -97,21 +97,32 @@ class Measures:
             self._classified += targets.shape[0]
             self._correct = correct if self._correct is None else self._correct + correct
 
-    def compute(self) -> dict[str, float]:
+    def compute(self, total: Callable[[list[float]], list[float]] | None = None) -> dict[str, float]:
         """`loss`, `accuracy` (0.0 to 1.0) if there was any classification, and what the metrics say, by their names.
+
+        Args:
+            total: adds up numbers over ranks, if there are several. A metric of torchmetrics does so itself; of any
+                other the value is then the mean of the ranks', weighted by their samples.
 
         Raises:
             ConfigurationError: a metric says something else than a number.
         """
-        values: dict[str, float] = {}
-        if self._correct is not None:
-            values["accuracy"] = self._correct.item() / self._classified
+        own: dict[str, float] = {}
         for name, metric in self.metrics.items():
             result = metric.compute()
             several = result.items() if isinstance(result, Mapping) else [(name, result)]
-            values.update((str(key), _number(key, value)) for key, value in several)
-        if self._loss is not None:
-            values["loss"] = self._loss.item() / self._samples
+            own.update((str(key), _number(key, value)) for key, value in several)
+        sums = [0.0 if tensor is None else tensor.item() for tensor in (self._loss, self._correct)]
+        counts = [float(self._samples), float(self._classified), *sums]
+        if total is not None:
+            summed = total([*counts, *(value * self._samples for value in own.values())])
+            counts, weighted = summed[:4], summed[4:]
+            own = {name: value / counts[0] for name, value in zip(own, weighted, strict=True)}
+        samples, classified, loss, correct = counts
+        values = {"accuracy": correct / classified} if classified else {}
+        values.update(own)
+        if samples:
+            values["loss"] = loss / samples
         return values
 
 

@@ -10,7 +10,7 @@ from eventbus_engine.engine import Engine
 from eventbus_engine.event import Event
 from eventbus_engine.time import Timestamp
 from eventbus_engine.training.data import count_samples, count_tokens, move
-from eventbus_engine.training.evaluator import eval_mode, next_batch
+from eventbus_engine.training.evaluator import eval_mode, next_batch, share_buffers
 from eventbus_engine.training.generators import kept_generators
 from eventbus_engine.training.model import forward
 from eventbus_engine.training.source import EXHAUSTED, BatchSource
@@ -40,6 +40,7 @@ async def predict(state: State, engine: Engine[State], source: BatchSource, most
     state.eval_timestamp = Timestamp()
     try:
         with eval_mode(state.model), kept_generators():
+            await share_buffers(state)
             async with engine.pair(Event.PREDICT_START):
                 while (batch := await next_batch(source, state, most)) is not EXHAUSTED:
                     async with engine.pair(Event.PREDICT_BATCH_START):
@@ -57,4 +58,4 @@ async def predict(state: State, engine: Engine[State], source: BatchSource, most
 
 def _forward(state: State) -> Any:
     with torch.no_grad(), state.precision_context():
-        return forward(state.model, state.batch, state.loss_fn, targets=False, runner=state.runner)
+        return forward(state.model, state.batch, state.loss_fn, targets=False, runner=state.local_runner)

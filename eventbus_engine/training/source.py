@@ -55,6 +55,7 @@ class BatchSource:
             )
         self.loader: Any = loader
         self.position: Position = Position(loader)
+        self.name: str = name
         self._iterator: Any = None
         self._tasks: TaskGroup | None = None
         self._context: Context | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
@@ -16,6 +16,7 @@ from eventbus_engine.time import Time, Timestamp, TimeUnit
 from eventbus_engine.training import data
 from eventbus_engine.training.data import BatchKey
 from eventbus_engine.training.model import LossFunction
+from eventbus_engine.training.ranks.ranks import Ranks
 from eventbus_engine.training.source import BatchSource
 from eventbus_engine.training.worker import InlineWorker, Worker
 
@@ -58,8 +59,8 @@ class State:
             AFTER_TRAIN_BATCH to BATCH_CHECKPOINT, the microbatch in between; an evaluation's own during evaluation.
         outputs: what the model made of `batch`, of the last microbatch after AFTER_TRAIN_BATCH.
         loss: a tensor of one element: the microbatch's loss, with its graph, from BEFORE_LOSS to AFTER_BACKWARD; the
-            whole batch's, detached, from AFTER_TRAIN_BATCH on.
-        timestamp: how far training is. The batch counts as done from BATCH_END on.
+            whole batch's, detached, from AFTER_TRAIN_BATCH on; that of all ranks' batches from BATCH_END on.
+        timestamp: how far training is. The batch counts as done from BATCH_END on, with the samples of all ranks.
         eval_timestamp: how far the evaluation, or the prediction, in progress is.
         metrics: the metrics of the latest evaluation, under the names they are logged by: `metrics/eval/accuracy`.
     """
@@ -80,6 +81,7 @@ class State:
     microbatches: int = 1
     run_name: str = "run"
     worker: InitVar[Worker | None] = None
+    ranks: InitVar[Ranks | None] = None
 
     batch: Any = field(default=None, init=False)
     outputs: Any = field(default=None, init=False)
@@ -88,10 +90,13 @@ class State:
     eval_timestamp: Timestamp = field(default_factory=Timestamp, init=False)
     metrics: dict[str, float] = field(default_factory=dict, init=False)
 
-    def __post_init__(self, worker: Worker | None) -> None:
+    def __post_init__(self, worker: Worker | None, ranks: Ranks | None) -> None:
         """Without a worker, computations run inline."""
         self._worker: Worker = worker or InlineWorker()
+        self._ranks: Ranks = ranks or Ranks()
         self._compiled: tuple[nn.Module, Callable[..., Any]] | None = None
+        self._compile_options: Mapping[str, Any] | None = None
+        self._replica: tuple[nn.Module, Callable[..., Any]] | None = None
         self._pass: Callable[[], Awaitable[Tensor]] | None = None  # the loop's, while there is a batch to repeat
         self._source: BatchSource | None = None  # the trainer's, of the training batches
 
@@ -120,8 +125,31 @@ class State:
             return function(*args, **kwargs)
 
     @property
+    def rank(self) -> int:
+        """The number of this process among those that train together, from 0."""
+        return self._ranks.job.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train together."""
+        return self._ranks.job.world_size
+
+    def _prepare(self, *, last: bool) -> None:
+        """Before a forward pass of training: what is done about its gradients between ranks."""
+        options = self._compile_options
+        runner = self._ranks.prepare(self.model, self.algorithms, options, last=last)
+        self._replica = None if runner is None else (self.model, runner)
+
+    @property
     def runner(self) -> Callable[..., Any]:
-        """What to call for a forward pass: `model`, or what `compile` has made of it."""
+        """What to call for a forward pass of training: `local_runner`, or DDP around it. All ranks have to."""
+        if self._replica is not None and self._replica[0] is self.model:
+            return self._replica[1]
+        return self.local_runner
+
+    @property
+    def local_runner(self) -> Callable[..., Any]:
+        """What to call for a forward pass besides: `model`, or what `compile` has made of it."""
         if self._compiled is not None and self._compiled[0] is self.model:
             return self._compiled[1]
         return self.model
@@ -134,6 +162,7 @@ class State:
         """
         # Not `model.compile()`, which compiles nothing where the model is one of torch's own, a Sequential, say.
         self._compiled = self.model, torch.compile(self.model, **options)
+        self._compile_options = options
 
     async def backpropagate(self) -> Tensor:
         """Run forward, loss and backward of the batch in progress once more, with the parameters as they are now.

@@ -6,8 +6,8 @@ One trace for a whole run would be exported when the run has ended, and be too l
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from opentelemetry import context as otel_context
@@ -23,7 +23,7 @@ from eventbus_engine.time import Time, TimeUnit
 from eventbus_engine.training.device_timing import DeviceClock, DeviceTiming
 from eventbus_engine.training.state import State
 
-__all__ = ["RunTracing", "Unit"]
+__all__ = ["RunTracing", "Unit", "in_one_run"]
 
 T = TypeVar("T")
 
@@ -108,25 +108,40 @@ class RunTracing:
         self._tracers = tracers
         self._state = state
         self._rank = rank
-        self._run: SpanContext | None = None
+        self._run: SpanContext | None = None  # what units are linked to
         self._device = None if clock is None else DeviceTiming(clock)
 
+    @property
+    def traceparent(self) -> str:
+        """The span of the run that is under way, as a header of W3C Trace Context; empty where nothing is traced."""
+        carrier: dict[str, str] = {}
+        if self._run is not None:
+            TraceContextTextMapPropagator().inject(carrier, otel.set_span_in_context(NonRecordingSpan(self._run)))
+        return carrier.get("traceparent", "")
+
     @contextmanager
-    def run(self) -> Iterator[None]:
-        """The run: its span is over, and exported, at once; what belongs to no unit of work becomes its child."""
+    def run(self, leader: str = "") -> Iterator[None]:
+        """The run: its span is over, and exported, at once; what belongs to no unit of work becomes its child.
+
+        Args:
+            leader: the `traceparent` of rank 0. This rank's span is a child of that one, to which its units are linked.
+        """
         tracer = self._tracers.get()
         if tracer is None:
             yield
             return
         outer = otel_context.get_current()
-        if not otel.get_current_span(outer).get_span_context().is_valid:
+        led = otel.get_current_span(TraceContextTextMapPropagator().extract({"traceparent": leader})).get_span_context()
+        if led.is_valid:
+            otel_context.attach(otel.set_span_in_context(NonRecordingSpan(led)))
+        elif not otel.get_current_span(outer).get_span_context().is_valid:
             # Whoever launched this process may have handed down its span, as torchrun hands down its environment.
             carrier = {name: os.environ.get(name.upper(), "") for name in ("traceparent", "tracestate")}
             otel_context.attach(TraceContextTextMapPropagator().extract(carrier, outer))
         span = Activity(tracer, "run", "run", attributes=self._attributes())
-        self._run = span.span_context
+        self._run = led if led.is_valid else span.span_context
         span.end("ok")
-        otel_context.attach(otel.set_span_in_context(NonRecordingSpan(self._run)))
+        otel_context.attach(otel.set_span_in_context(NonRecordingSpan(span.span_context)))
         try:
             yield
         finally:
@@ -187,3 +202,22 @@ class RunTracing:
 
     def _attributes(self) -> dict[str, Any]:
         return {"train.run.id": self._state.run_name, "train.rank": self._rank}
+
+
+@asynccontextmanager
+async def in_one_run(state: State, tracing: RunTracing) -> AsyncIterator[None]:
+    """One call of a trainer's: a run that has one name on all ranks, and one trace, which rank 0 begins."""
+    ranks = state._ranks
+    if not ranks.together:
+        with tracing.run():
+            yield
+        return
+    with ranks.failures():
+        await state.compute(ranks.join, state.device)
+        heard = {} if ranks.leads else await state.compute(ranks.hand_down)
+        state.run_name = heard.get("run_name", state.run_name)
+        with tracing.run(heard.get("traceparent", "")):
+            if ranks.leads:
+                told = {"run_name": state.run_name, "traceparent": tracing.traceparent}
+                await state.compute(ranks.hand_down, told)
+            yield

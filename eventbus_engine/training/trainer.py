@@ -45,10 +45,12 @@ from eventbus_engine.training.generators import seed_generators
 from eventbus_engine.training.loop import TrainingLoop
 from eventbus_engine.training.model import LossFunction, check_model
 from eventbus_engine.training.prediction import predict
+from eventbus_engine.training.ranks.ranks import Parallelism, Ranks
+from eventbus_engine.training.ranks.sampler import check_shares
 from eventbus_engine.training.section import Sections
 from eventbus_engine.training.source import BatchSource
 from eventbus_engine.training.state import Precision, State
-from eventbus_engine.training.tracing import RunTracing
+from eventbus_engine.training.tracing import RunTracing, in_one_run
 from eventbus_engine.training.worker import ComputeWorker, InlineWorker, Worker
 
 __all__ = ["Trainer"]
@@ -67,6 +69,8 @@ class Trainer:
             await trainer.fit("2ep")
             await trainer.fit("100ba")
             metrics = await trainer.eval()
+
+    Started by torchrun, it trains with the other ranks of the job: see docs/ranks.md.
 
     The constructor runs nothing: INIT fires first thing in the first `fit`, `eval` or `predict`.
 
@@ -101,6 +105,8 @@ class Trainer:
         step_schedulers_every_batch: step the schedulers after every batch instead.
         run_name: by default the time and a few random letters.
         tracer_provider: where spans go; OpenTelemetry's global provider by default.
+        parallelism: how the ranks of a job share the work: `"ddp"`, the default where there are several, or `"fsdp"`,
+            which cuts up the model and its optimizers' state.
         cuda_timing: also make spans of what forward, loss, backward and the optimizer took on the CUDA device, which
             their own spans, of the launches, do not show.
         load_path: the folder of a checkpoint to go on from. It is loaded after INIT, when the model is what the
@@ -144,13 +150,18 @@ class Trainer:
         load_strict: bool = True,
         load_weights_only: bool = False,
         autoresume: bool = False,
+        parallelism: Parallelism | None = None,
     ) -> None:
         check_model(model, loss)
+        self._ranks = ranks = Ranks(parallelism)
         source = BatchSource(train_dataloader, "train_dataloader")
         evaluators = make_evaluators(eval_dataloader)
         self._resuming = Resuming.check(load_path, load_strict, load_weights_only, autoresume, listed(callbacks))
         interval = check_duration("eval_interval", eval_interval, INTERVAL_UNITS)
-        where, number_format = check_device(device, model), check_precision(precision)
+        for item in (source, *(evaluator.source for evaluator in evaluators)):
+            check_shares(item.loader, item.name, ranks.job)
+        ranks.check_algorithms(listed(algorithms))
+        where, number_format = ranks.device(check_device(device, model)), check_precision(precision)
         self._worker: Worker = ComputeWorker() if offload else InlineWorker()
         self.state: State = State(
             model,
@@ -159,7 +170,7 @@ class Trainer:
             train_dataloader=train_dataloader,
             loss_fn=loss,
             algorithms=listed(algorithms),
-            callbacks=[*check_loggers(loggers), *listed(callbacks)],
+            callbacks=ranks.speaking([*check_loggers(loggers), *listed(callbacks)]),
             max_duration=check_duration("max_duration", max_duration, DURATION_UNITS),
             device=where,
             precision=number_format,
@@ -168,6 +179,7 @@ class Trainer:
             microbatches=check_microbatches(microbatches),
             run_name=run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}",
             worker=self._worker,
+            ranks=ranks,
         )
         self.state._source = source
         self.engine: Engine[State] = Engine(self.state, None, algorithm_passes, tracer_provider=tracer_provider)
@@ -175,7 +187,7 @@ class Trainer:
             # Plain `apply` computes, too; inline it needs no detour and sees the caller's own context.
             self.engine.offload = self.state.compute
         clock = check_cuda_timing(cuda_timing, self.state.device)
-        self._tracing = RunTracing(self.engine.tracers, self.state, clock=clock)
+        self._tracing = RunTracing(self.engine.tracers, self.state, ranks.job.rank, clock)
         sections = Sections(self.engine, self._worker)
         self._loop = TrainingLoop(
             self.state, self.engine, sections, source, evaluators, interval, step_schedulers_every_batch, self._tracing
@@ -226,6 +238,8 @@ class Trainer:
         if not evaluators:
             raise ConfigurationError("there is nothing to evaluate on: give the Trainer eval_dataloader=")
         sources = [] if eval_dataloader is None else [evaluator.source for evaluator in evaluators]
+        for source in sources:
+            check_shares(source.loader, source.name, self._ranks.job)
         async with self._session(), self._lent(sources):
             await self._initialise()
             with self._tracing.unit("eval"):
@@ -265,6 +279,8 @@ class Trainer:
             return await self.engine.close()
         finally:
             await _close(self._sources())
+            if self._ranks.joined:
+                await self.state.compute(self._ranks.leave)
             self._worker.close()
 
     async def __aenter__(self) -> Self:
@@ -320,12 +336,11 @@ class Trainer:
         self._busy = True
         try:
             if self._entered:
-                with self._tracing.run():
+                async with in_one_run(self.state, self._tracing):
                     yield
             else:
-                async with self:
-                    with self._tracing.run():
-                        yield
+                async with self, in_one_run(self.state, self._tracing):
+                    yield
         finally:
             self._busy = False
 
@@ -355,6 +370,8 @@ class Trainer:
             seed_generators(self.state.seed)
         await self.engine.run_event(Event.INIT)
         await self.state.compute(self.state.model.to, self.state.device)
+        if self._ranks.together:
+            await self.state.compute(self._ranks.set_up, self.state.model, self.state.optimizers, self.state.seed)
         if self._compile is not None:
             self.state.compile(**self._compile)
         async with self.engine.pair(Event.BEFORE_LOAD):

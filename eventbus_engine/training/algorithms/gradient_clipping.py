@@ -88,7 +88,7 @@ def _clip_norm(parameters: list[tuple[nn.Parameter, Tensor]], threshold: float) 
 
 
 def _clip_units(parameter: nn.Parameter, gradient: Tensor, threshold: float) -> None:
-    largest = threshold * _unit_norms(parameter).clamp_(min=_SMALLEST_WEIGHT_NORM)
+    largest = threshold * _unit_norms(parameter).clamp(min=_SMALLEST_WEIGHT_NORM)
     norms = _unit_norms(gradient)
     factors = torch.where(norms > largest, largest / norms, 1.0)
     # The product is rounded once: a factor in bfloat16 would be off in its third digit.

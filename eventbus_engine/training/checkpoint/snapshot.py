@@ -136,7 +136,10 @@ def _plan(tensors: Mapping[str, Tensor], rank: int, world_size: int, before: Pla
         return said[0][0], before
     for name, tensor in tensors.items():
         check_tensor(tensor, name)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    # What every rank holds is rank 0's, as elsewhere: the others' running statistics, say, are not the same.
+    planner = DefaultSavePlanner(
+        flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
+    )
     planner.set_up_planner(dict(tensors), is_coordinator=rank == 0)
     plans: list[SavePlan] = _gather(planner.create_local_plan(), world_size)
     plans, _ = planner.create_global_plan(plans)
