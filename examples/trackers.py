@@ -9,6 +9,7 @@ import logging
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 # The clients' own, read when they are loaded: report to nobody, and keep quiet.
 os.environ.update(WANDB_ERROR_REPORTING="false", WANDB_SILENT="true", MLFLOW_DISABLE_TELEMETRY="true")
@@ -30,7 +31,7 @@ from eventbus_engine.training.callbacks import LRMonitor
 
 def make_trainer(trackers: list[TensorBoardLogger | WandbLogger | MLflowLogger]) -> Trainer:
     """A linear model of 8x8 digits, for two epochs."""
-    digits = load_digits()
+    digits: Any = load_digits()
     dataset = TensorDataset(torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target))
     model = torch.nn.Linear(64, 10)
     return Trainer(
@@ -62,7 +63,8 @@ def main() -> None:
         anyio.run(trainer.fit)
 
         events = EventAccumulator(str(board.directory), {"scalars": 0}).Reload()
-        for tag in events.Tags()["scalars"]:
+        tags: Any = events.Tags()["scalars"]
+        for tag in tags:
             scalars = events.Scalars(tag)
             print(f"TensorBoard: {tag}, steps {scalars[0].step} to {scalars[-1].step}, last {scalars[-1].value:.3f}")
         assert database.run_id is not None

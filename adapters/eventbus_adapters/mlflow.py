@@ -28,8 +28,8 @@ try:
     from mlflow import MlflowClient, get_tracking_uri
     from mlflow.entities import Metric, Param
     from mlflow.exceptions import MlflowException
-except ImportError as error:
-    raise missing("MLflowLogger", "mlflow") from error
+except ImportError as _error:
+    raise missing("MLflowLogger", "mlflow") from _error
 
 __all__ = ["MLflowLogger"]
 

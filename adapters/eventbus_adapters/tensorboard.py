@@ -20,8 +20,8 @@ try:
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb
     from tensorboard.plugins.text.summary_v2 import text_pb
     from tensorboard.summary.writer.record_writer import RecordWriter
-except ImportError as error:
-    raise missing("TensorBoardLogger", "tensorboard") from error
+except ImportError as _error:
+    raise missing("TensorBoardLogger", "tensorboard") from _error
 
 __all__ = ["TensorBoardLogger"]
 

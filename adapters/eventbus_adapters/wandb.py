@@ -16,8 +16,8 @@ from eventbus_engine.errors import ConfigurationError, DeliveryError
 
 try:
     import wandb
-except ImportError as error:
-    raise missing("WandbLogger", "wandb") from error
+except ImportError as _error:
+    raise missing("WandbLogger", "wandb") from _error
 
 __all__ = ["STEP", "WandbLogger"]
 
