@@ -24,7 +24,7 @@ from eventbus_engine.envelope import Envelope
 from eventbus_engine.errors import CallbackInUseError, HandlerTimeoutError, SpoolError
 from eventbus_engine.event import EventName
 from eventbus_engine.fanout import run_fanout
-from eventbus_engine.handlers import HOOK, Handler, Occasion, told
+from eventbus_engine.handlers import HOOK, Handler, Occasion, lost_in, told
 from eventbus_engine.logger import Logger, Pending
 from eventbus_engine.mailbox import Mailbox, sending
 from eventbus_engine.snapshot import Record
@@ -230,10 +230,8 @@ async def _deliver_rest(
             error = await attempts.persist(sending(entry.sender, records), occasion)
     except (OutOfTimeError, SpoolError) as raised:
         error = raised
-    if error is not None:
-        return [*failures, error]
-    pending.lost -= len(kept)
-    return failures
+    pending.lost -= len(kept) - (0 if error is None else lost_in(error, len(kept)))
+    return failures if error is None else [*failures, error]
 
 
 def _count_undelivered(report: CloseReport, destinations: Sequence[CallbackEntry], logger: Any) -> None:

@@ -144,17 +144,21 @@ class EngineClosedError(EventBusError, RuntimeError):
 
 
 class DeliveryError(EventBusError, RuntimeError):
-    """The far side of a destination did not take a batch of records.
+    """The far side of a destination did not take a batch of records, or some of them.
 
     Attributes:
         retryable: whether the same batch may be taken later: the far side is down, or busy.
         retry_after: the seconds that it asked to be left alone for; None if it did not.
+        lost: how many records of the batch have not arrived; None for all of them.
     """
 
-    def __init__(self, message: str, *, retryable: bool = False, retry_after: float | None = None) -> None:
+    def __init__(
+        self, message: str, *, retryable: bool = False, retry_after: float | None = None, lost: int | None = None
+    ) -> None:
         super().__init__(message)
         self.retryable: bool = retryable
         self.retry_after: float | None = retry_after
+        self.lost: int | None = lost
 
 
 class SnapshotError(EventBusError, AttributeError):

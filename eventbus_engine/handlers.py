@@ -268,6 +268,12 @@ def told(error: Exception, *, sends: bool = False) -> tuple[str, Exception | Non
     return (f": {error}", None) if known or (final and error.__cause__ is None) else ("", error)
 
 
+def lost_in(error: Exception, count: int) -> int:
+    """How many of the records of a batch have not arrived: all, unless what the sending failed with says otherwise."""
+    lost = error.lost if isinstance(error, DeliveryError) else None
+    return count if lost is None else min(lost, count)
+
+
 def outcome_of(error: BaseException | None) -> Outcome:
     """How an execution ended, by what it raised."""
     if error is None:

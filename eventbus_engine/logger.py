@@ -29,7 +29,7 @@ class LoggerDestination(Callback[Any]):
     Override what you care for, `def` or `async def`. A plain method is called at once, on whichever thread logged;
     an async one receives its records in order when the destinations run, after the callbacks of the event.
     With a `send_records`, they return what there is to send, as the hooks do. With `run_blocking`, the plain ones are
-    called with the async ones, on the destination's thread.
+    called with the async ones, on the destination's thread, unless they only return what there is to send.
     A destination that fails never stops a run: `on_error` is `"log"` unless you say otherwise.
     Of several ranks that train together only rank 0 has destinations, but for those with `every_rank = True`.
     """
@@ -152,8 +152,9 @@ class _Port:
         target = unwrap(destination)
         # By method: what to call, and whether only when the destinations run.
         self.methods: dict[str, tuple[Callable[..., Any], bool]] = {}
-        blocking = read_option(destination, "run_blocking", False) is True
         self.sends: bool = has_sender(destination)
+        # What only makes a record makes it of the values as they are when they are logged.
+        blocking = read_option(destination, "run_blocking", False) is True and not self.sends
         for method in _METHODS:
             bound = own_method(target, method, LoggerDestination)
             if bound is not None:

@@ -14,7 +14,7 @@ from anyio.lowlevel import checkpoint
 from eventbus_engine.attempts import Attempts, OutOfTimeError, returning
 from eventbus_engine.counts import DeliveryCounts
 from eventbus_engine.errors import SpoolRecordError
-from eventbus_engine.handlers import HOOK, Handler, Occasion, moment
+from eventbus_engine.handlers import HOOK, Handler, Occasion, lost_in, moment
 from eventbus_engine.waiting import Item, Line
 
 if TYPE_CHECKING:
@@ -239,6 +239,12 @@ class Mailbox:
                 self.delivered += error is None and not rows
             if error is not None:
                 self._failed(item)
+        failure = fates[-1].failure  # of the whole batch
+        if failure is not None:
+            rows = sum(len(item.made or ()) for item in items)
+            arrived = rows - lost_in(failure, rows)
+            self.failed -= arrived
+            self.delivered += arrived
 
     async def _attempt_all(self, items: list[Item]) -> list[Fate]:
         """Call the hooks, and send what they come to."""

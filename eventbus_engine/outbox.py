@@ -18,7 +18,7 @@ import anyio.to_thread
 from eventbus_engine.attempts import Attempts, OutOfTimeError
 from eventbus_engine.envelope import context_of
 from eventbus_engine.errors import SpoolError
-from eventbus_engine.handlers import Occasion, moment
+from eventbus_engine.handlers import Occasion, lost_in, moment
 from eventbus_engine.lanes import Dispatch, Lanes
 from eventbus_engine.mailbox import sending
 from eventbus_engine.snapshot import Record, Snapshot, kept_values
@@ -230,7 +230,9 @@ class Outbox:
         if not lasting:
             raise error
         # What the far side will never take must not be in the way of what is behind it.
-        self.failed += len(records)
+        lost = lost_in(error, len(records))
+        self.failed += lost
+        self.delivered += len(records) - lost
 
     # --------------------------------------------------------------------------------------------------------- closing
 

@@ -21,6 +21,7 @@ from eventbus_engine import (
     Event,
     HandlerTimeoutError,
     LoggerDestination,
+    Record,
     current_envelope,
 )
 from eventbus_engine.telemetry.provider import RecordingProvider
@@ -503,3 +504,30 @@ def test_without_an_event_loop_there_is_none_to_hold_up(clock: Clock, caplog: py
     engine.sync.close()
 
     assert logged(caplog) == []
+
+
+@pytest.mark.parametrize("run_blocking", [False, True])
+async def test_what_a_destination_is_to_send_is_made_where_it_is_logged(run_blocking: bool) -> None:
+    """Of the values as they are then, and never on its thread, which is for what takes its time."""
+    threads: dict[str, str] = {}
+    sent: list[Any] = []
+
+    class Rows(LoggerDestination):
+        delivery = "background"
+
+        def log_metrics(self, metrics: Any, step: int | None = None) -> Any:
+            threads["made"] = threading.current_thread().name
+            return list(metrics["n"])
+
+        def send_records(self, records: list[Record], logger: Any) -> None:
+            threads["sent"] = threading.current_thread().name
+            sent.extend(record.value for record in records)
+
+    numbers, here = [1], threading.current_thread().name
+    async with Engine(callbacks=[Rows(run_blocking=run_blocking)]) as engine:
+        engine.logger.log_metrics({"n": numbers})
+        numbers.append(2)
+        await engine.run_event("batch_end")
+
+    assert threads == {"made": here, "sent": "eventbus-engine-rows" if run_blocking else here}
+    assert sent == [[1]]

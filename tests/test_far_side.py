@@ -18,6 +18,7 @@ from eventbus_engine import (
     Circuit,
     ConfigurationError,
     DeliveryCounts,
+    DeliveryError,
     Engine,
     Event,
     EventName,
@@ -654,6 +655,50 @@ async def test_a_destinations_records_go_into_the_batch_with_their_event(caplog:
     assert len({record.id for record in rows.records}) == 6
     assert messages(caplog).count("destination rows failed in making a record") == 1
     assert report.undelivered == {"rows": 2}
+
+
+class Partly(Callback[Any]):
+    """Sends numbers to a far side that refuses those above ten, and says how many those were."""
+
+    delivery, snapshot = "background", ("number",)
+
+    def batch_end(self, state: Any, logger: Any) -> Any:
+        """What there is to send."""
+        return state.number
+
+    def send_records(self, records: list[Record], logger: Any) -> None:
+        """Send them."""
+        lost = sum(record.value > 10 for record in records)
+        if lost:
+            raise DeliveryError("above ten", lost=lost)
+
+
+async def test_of_a_batch_of_which_a_part_failed_that_part_is_counted() -> None:
+    """The rest was delivered."""
+    state = State()
+    async with Engine(state, callbacks=[Partly(max_wait=30.0)]) as engine:
+        for state.number in (1, 11, 2, 12, 3):
+            await engine.run_event("batch_end")
+        report = await engine.close()
+    counts = report.deliveries["partly"]
+
+    assert (counts.delivered, counts.failed, counts.dropped, counts.waiting) == (3, 2, 0, 0)
+    assert report.undelivered == {"partly": 2}
+
+
+async def test_of_what_is_logged_last_the_part_that_failed_is_counted() -> None:
+    """There is no event for it."""
+
+    class Last(Rows):
+        async def send_records(self, records: list[Record], logger: Any) -> None:
+            raise DeliveryError("one was wrong", lost=1)
+
+    async with Engine(callbacks=[Last(name="last")]) as engine:
+        for number in range(3):
+            engine.logger.log_metrics({"n": number})
+        report = await engine.close()
+
+    assert report.undelivered == {"last": 1}
 
 
 async def test_what_cannot_be_sent_at_the_end_is_counted() -> None:

@@ -690,3 +690,17 @@ async def test_a_spool_that_cannot_be_looked_into_is_free_for_the_next_attempt(p
             async with engine:
                 await publish(engine, 1)
             assert far.numbers == [1]
+
+
+@pytest.mark.anyio
+async def test_of_a_batch_of_which_a_part_is_refused_that_part_is_counted(tmp_path: Path) -> None:
+    """The rest was delivered."""
+    far = FarSide(DeliveryError("one was wrong", lost=1), spool=tmp_path / "spool.db", max_batch=3, max_wait=60.0)
+    async with Engine(State(), events=Job, callbacks=[far]) as engine:
+        for _ in range(3):
+            await engine.run_event(Job.STEP)
+        report = await engine.close()
+    counts = report.deliveries["far"]
+
+    assert (counts.delivered, counts.failed, counts.spooled) == (2, 1, 0)
+    assert report.undelivered == {"far": 1}

@@ -7,12 +7,12 @@ import json
 import logging
 import os
 import threading
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from eventbus_engine.errors import ConfigurationError, TelemetryError
+from eventbus_engine.loggers.files import append
 from eventbus_engine.loggers.plain import jsonable
 from eventbus_engine.loggers.records import RecordDestination
 
@@ -125,7 +125,7 @@ class JsonlLogger(RecordDestination):
                     self._file = _open_file(self.path)
                 if self._max_bytes is not None and self._file.tell() > max(0, self._max_bytes - len(line)):
                     self._rotate()
-                self._append(line)
+                append(self._file, line)
             except OSError as error:
                 self.lost += 1
                 first, self._failing = not self._failing, True
@@ -136,18 +136,6 @@ class JsonlLogger(RecordDestination):
                     ) from error
             else:
                 self._failing = False
-
-    def _append(self, line: bytes) -> None:
-        """Write the whole line, or leave the file as it was."""
-        rest = memoryview(line)
-        try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except OSError:
-            with suppress(OSError):  # a device has no length
-                self._file.truncate(self._file.tell() - (len(line) - len(rest)))
-                self._file.seek(0, os.SEEK_END)
-            raise
 
     def _rotate(self) -> None:
         """Move the file and the older ones up by one number, the oldest first, so that a crash in between loses none.
