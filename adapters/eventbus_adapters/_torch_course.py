@@ -23,7 +23,7 @@ from eventbus_engine.training.data import count_samples, count_tokens, describe
 from eventbus_engine.training.source import EXHAUSTED, BatchSource
 from eventbus_engine.training.tracing import RunTracing
 
-__all__ = ["SECTIONS", "Batches", "Course", "Plain", "Scope"]
+__all__ = ["SECTIONS", "Batches", "Course", "Plain", "Scope", "count"]
 
 T = TypeVar("T")
 
@@ -220,7 +220,7 @@ class Course:
     async def _take(self, batch: Any) -> None:
         """Here is the batch that was fetched."""
         self.state.batch = batch
-        self._samples, self._tokens = _count(batch)
+        self._samples, self._tokens = count(batch)
         await self._leave(Event.BEFORE_DATALOADER)
         await self._enter(Event.BATCH_START, self._pair(Event.BATCH_START))
         await self._enter(Event.BEFORE_TRAIN_BATCH, self._pair(Event.BEFORE_TRAIN_BATCH))
@@ -364,7 +364,7 @@ def _walk(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any, .
         yield from _walk(item, (*path, key))
 
 
-def _count(batch: Any) -> tuple[int, int]:
+def count(batch: Any) -> tuple[int, int]:
     """Samples and tokens; a loop may train on what has nothing to count."""
     try:
         return count_samples(batch), count_tokens(batch)
