@@ -64,9 +64,9 @@ class Report(Callback[Any]):
 
 def load(first: int, last: int) -> DataLoader[Any]:
     """A part of the 1,797 digits of 8 by 8 pixels."""
-    digits = load_digits()
-    images = torch.tensor(digits.images[first:last] / 16, dtype=torch.float32)
-    return DataLoader(TensorDataset(images, torch.tensor(digits.target[first:last])), batch_size=128)
+    pixels, digits = load_digits(return_X_y=True)
+    images = torch.tensor(pixels[first:last] / 16, dtype=torch.float32)
+    return DataLoader(TensorDataset(images, torch.tensor(digits[first:last])), batch_size=128)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from lightning_fabric import Fabric
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pytorch_lightning.callbacks import EarlyStopping, LambdaCallback, LearningRateMonitor, ModelCheckpoint, Timer
@@ -220,6 +221,12 @@ def weights_by_hand(cost: Callable[[Any, Any], Any], change: Callable[[Any], Any
     return numbers_of(module.net)
 
 
+def trace_of(span: ReadableSpan) -> int:
+    """The trace that it belongs to."""
+    context = span.get_span_context()
+    return 0 if context is None else context.trace_id
+
+
 def original_of(module: Any) -> list[str]:
     """What of the module is not the class's: nothing, once a run is over."""
     return sorted({"training_step", "validation_step", "backward", "cost"} & vars(module).keys())
@@ -398,7 +405,7 @@ def test_spans_are_those_of_the_trainer() -> None:
     spans = program.exporter.get_finished_spans()
     roots = [span.name for span in spans if span.parent is None]
     batch = next(span for span in spans if span.name == "batch" and span.parent is None)
-    below = {span.name for span in spans if span.context.trace_id == batch.context.trace_id}
+    below = {span.name for span in spans if trace_of(span) == trace_of(batch)}
     assert roots == ["run", "batch", "eval", "epoch"]
     assert below >= {"dataloader", "forward", "loss", "backward", "optimizer", "train_batch", "dispatch batch_end"}
 
@@ -563,13 +570,13 @@ def test_a_state_of_ones_own_goes_on_and_is_not_initialised() -> None:
 
 @pytest.mark.parametrize("saved", [1, 2])
 def test_a_resumed_run_goes_on_counting(saved: int, tmp_path: Path) -> None:
-    """The timestamp is in Lightning's own checkpoint. It says nothing of an epoch that has begun before."""
+    """The timestamp is in Lightning's own checkpoint, as plain numbers. It says nothing of an epoch that has begun before."""
     first = Program()
     keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     new_trainer(first.callback, keep, enable_checkpointing=True).fit(first.module, new_loader())
 
     second = Program()
-    second.fit(max_epochs=2, ckpt_path=tmp_path / f"step={saved}.ckpt", weights_only=False)
+    second.fit(max_epochs=2, ckpt_path=tmp_path / f"step={saved}.ckpt", weights_only=True)
 
     rest = [*BATCH, *EPOCH_END, "epoch_start"] if saved == 1 else []
     now = second.state.timestamp
@@ -747,6 +754,17 @@ def test_lightning_of_another_version_is_named_with_those_that_fit(
         find_peer()
 
 
+def test_what_the_adapter_adds_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make bench` divides it by the events of a step."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    bench, adapter = importlib.import_module("bench_adapters"), importlib.import_module("adapter_lightning")
+
+    monkeypatch.setattr(bench, "STEPS", 5)
+
+    assert bench.events_in_a_step(adapter.train) == len(BATCH)
+    assert len(bench.added_seconds(adapter.train, 1)) == 1
+
+
 # ------------------------------------------------------------------------------------------------------------- Fabric
 
 
@@ -841,17 +859,17 @@ for _name in dir(pl.Callback):
         setattr(Hooks, _name, _keep(_name))
 
 
-def fit_ours(*callbacks: Any, **options: Any) -> Trainer:
+def fit_ours(*callbacks: Any, eval_dataloader: Any = None, max_duration: str = "1ep") -> Trainer:
     """Our Trainer over the same data."""
     model = Classifier().net
     trainer = Trainer(
         model,
         new_loader(),
-        options.pop("eval_dataloader", None),
+        eval_dataloader,
         loss=functional.cross_entropy,
         optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
         callbacks=callbacks,
-        **{"max_duration": "1ep"} | options,
+        max_duration=max_duration,
     )
     anyio.run(trainer.fit)
     return trainer
