@@ -570,7 +570,7 @@ def test_a_state_of_ones_own_goes_on_and_is_not_initialised() -> None:
 
 @pytest.mark.parametrize("saved", [1, 2])
 def test_a_resumed_run_goes_on_counting(saved: int, tmp_path: Path) -> None:
-    """The timestamp is in Lightning's own checkpoint, as plain numbers. It says nothing of an epoch that has begun before."""
+    """The timestamp is in Lightning's own checkpoint, as plain numbers. An epoch does not begin twice."""
     first = Program()
     keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     new_trainer(first.callback, keep, enable_checkpointing=True).fit(first.module, new_loader())
