@@ -22,6 +22,7 @@ Every error of this package derives from `EventBusError`, so one `except` catche
     ├── EngineClosedError (RuntimeError)     an event for an engine that is closed, or closing
     ├── DeliveryError (RuntimeError)         records that the far side of a destination did not take
     ├── SnapshotError (AttributeError)       a background callback read what its snapshot does not hold
+    ├── StandInError (AttributeError)        a foreign callback asked for what only its own trainer has
     ├── SyncUsageError (RuntimeError)        `engine.sync` called from one of the engine's own handlers
     ├── TelemetryError (RuntimeError)        tracing asked to do what its set-up cannot do
     │   └── SpanFileError (ValueError)       a file of spans with a line that is no request
@@ -163,6 +164,10 @@ class DeliveryError(EventBusError, RuntimeError):
 
 class SnapshotError(EventBusError, AttributeError):
     """A background callback read what its `snapshot` does not hold, or named in it what cannot be copied."""
+
+
+class StandInError(EventBusError, AttributeError):
+    """A callback made for another trainer asked its stand-in for something that only the real one has."""
 
 
 class SyncUsageError(EventBusError, RuntimeError):
