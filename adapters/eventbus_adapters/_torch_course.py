@@ -27,8 +27,14 @@ __all__ = ["SECTIONS", "Batches", "Course", "Plain", "Scope"]
 
 T = TypeVar("T")
 
-SECTIONS = {Event.BEFORE_FORWARD: "outputs", Event.BEFORE_LOSS: "loss", Event.BEFORE_BACKWARD: ""}
-"""The calls that training on a batch consists of, and the attribute of the state that takes what the call returns."""
+SECTIONS = {
+    Event.BEFORE_FORWARD: "outputs",
+    Event.BEFORE_LOSS: "loss",
+    Event.BEFORE_BACKWARD: "",
+    Event.EVAL_BEFORE_FORWARD: "outputs",
+    Event.PREDICT_BEFORE_FORWARD: "outputs",
+}
+"""The calls that work on a batch consists of, and the attribute of the state that takes what the call returns."""
 
 
 class Scope(Protocol):
@@ -82,7 +88,7 @@ class Course:
         self._source = source
         self._device = device
         self._tracing = tracing
-        self._open: list[tuple[str, Scope]] = []
+        self._open: list[tuple[str, Scope, Any]] = []  # the name, the scope, and what entering it gave
         self._parts = Parts(state)
         self._batches: Batches | None = None
         self._samples, self._tokens, self._lap = 0, 0, 0.0
@@ -106,21 +112,25 @@ class Course:
         """Whether a call made now is a part of the training on the batch in progress."""
         return self._in_batch()
 
+    def _section(self, event: Event) -> Event | None:
+        """The section of the batch that such a call is, if it were made now; None if it is none."""
+        return event if self._trains() else None
+
     # ------------------------------------------------------------------------------ scopes: run, epoch, batch, section
 
     def _is_open(self, name: str) -> bool:
-        return any(name == opened for opened, _ in self._open)
+        return any(name == opened for opened, _, _ in self._open)
 
     async def _enter(self, name: str, scope: Scope) -> Any:
         entered = await scope.__aenter__()
-        self._open.append((name, scope))
+        self._open.append((name, scope, entered))
         return entered
 
     async def _leave(self, name: str, error: BaseException | None = None) -> None:
         """Leave a scope. One still open inside it has failed: of the same error, or of one that the loop caught."""
         opened = "" if self._is_open(name) else name
         while opened != name:
-            opened, scope = self._open.pop()
+            opened, scope, _ = self._open.pop()
             raised = error
             if raised is None and opened != name:
                 raised = Unfinished(f"{opened} raised, and the loop went on")
@@ -184,23 +194,37 @@ class Course:
 
     async def _begin_batch(self) -> bool:
         """Fetch a batch; False if there is none left."""
-        self._lap = time.perf_counter()
-        unit = await self._enter("batch", Plain(self._tracing.unit("batch")))
-        section = await self._enter(Event.BEFORE_DATALOADER, self._pair(Event.BEFORE_DATALOADER))
+        await self._begin_fetch()
         batch = await self._source.fetch(self._compute, self._device)
         if batch is EXHAUSTED:
-            section.abandon()
-            unit.rename("end of data")
-            await self._leave(Event.BEFORE_DATALOADER)
-            await self._leave("batch")
+            await self._give_up_batch("end of data")
             return False
+        await self._take(batch)
+        return True
+
+    async def _begin_fetch(self) -> None:
+        self._lap = time.perf_counter()
+        await self._enter("batch", Plain(self._tracing.unit("batch")))
+        await self._enter(Event.BEFORE_DATALOADER, self._pair(Event.BEFORE_DATALOADER))
+
+    async def _give_up_batch(self, name: str) -> None:
+        """What has begun as a batch is none after all, but what the name says: end it without its second halves."""
+        while self._is_open("batch"):
+            opened, _, entered = self._open[-1]
+            if opened == "batch":
+                entered.rename(name)
+            else:
+                entered.abandon()
+            await self._leave(opened)
+
+    async def _take(self, batch: Any) -> None:
+        """Here is the batch that was fetched."""
         self.state.batch = batch
         self._samples, self._tokens = _count(batch)
         await self._leave(Event.BEFORE_DATALOADER)
         await self._enter(Event.BATCH_START, self._pair(Event.BATCH_START))
         await self._enter(Event.BEFORE_TRAIN_BATCH, self._pair(Event.BEFORE_TRAIN_BATCH))
         self._parts.learn(self.state.batch, "batch")
-        return True
 
     async def _end_train_batch(self) -> None:
         """The gradients are there: an optimizer is about to step, or the batch is over."""
@@ -224,15 +248,16 @@ class Course:
 
     async def _call(self, event: Event, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Call a function as a section of the batch."""
-        if not self._trains():
+        section = self._section(event)
+        if section is None:
             return await self._compute(function, *args, **kwargs)
-        args, kwargs = await self._begin(event, args, kwargs)
+        args, kwargs = await self._begin(section, args, kwargs)
         try:
             result = await self._compute(function, *args, **kwargs)
         except BaseException as error:
-            await self._leave(event, error)
+            await self._leave(section, error)
             raise
-        return await self._end(event, result)
+        return await self._end(section, result)
 
     async def _begin(self, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Publish the first half; the arguments to call with, which are what the algorithms have left of these."""
@@ -266,12 +291,18 @@ class Course:
         self._parts.learn(result, attribute)
         return result
 
-    async def _backward(self, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    async def _backward(
+        self,
+        loss: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        # The class's own function: on the tensor itself, `backward` may lead back here.
+        backward: Callable[..., Any] = torch.Tensor.backward,
+    ) -> None:
         if self._trains():
             self.state.loss = loss
             self._parts.learn(loss, "loss")
-        # The class's own function: on the tensor itself, `backward` may lead back here.
-        await self._call(Event.BEFORE_BACKWARD, torch.Tensor.backward, (loss, *args), kwargs)
+        await self._call(Event.BEFORE_BACKWARD, backward, (loss, *args), kwargs)
 
     async def _begin_step(self) -> None:
         await self._end_train_batch()

@@ -133,9 +133,12 @@ class TorchLoop(_Loop):
     async def _compute(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         return function(*args, **kwargs)
 
+    def _is_here(self) -> bool:
+        """Whether it is the loop that is running now, and not a handler, or another thread."""
+        return threading.get_ident() == self._thread and current_envelope() is self._outer
+
     def _in_batch(self) -> bool:
-        here = threading.get_ident() == self._thread and current_envelope() is self._outer
-        return here and super()._in_batch()
+        return self._is_here() and super()._in_batch()
 
     def _trains(self) -> bool:
         return torch.is_grad_enabled() and self._in_batch()
@@ -206,29 +209,29 @@ class _Watch:
     def __init__(self, loop: TorchLoop | None, event: Event) -> None:
         self._loop = loop
         self._event = event
-        self._calls: list[tuple[bool, BaseException | None]] = []
+        self._calls: list[tuple[Event | None, BaseException | None]] = []
 
     def __reduce__(self) -> Any:
         """A copy of the module, for a moving average or for a file, is not watched."""
         return _Watch, (None, self._event)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        counts = self._loop is not None and self._loop._trains()
-        self._calls.append((counts, sys.exception()))
-        if self._loop is None or not counts:
+        section = None if self._loop is None else self._loop._section(self._event)
+        self._calls.append((section, sys.exception()))
+        if self._loop is None or section is None:
             return None
-        return blocking(self._loop._begin(self._event, args, kwargs))
+        return blocking(self._loop._begin(section, args, kwargs))
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
-        counts, outer = self._calls.pop() if self._calls else (False, None)
+        section, outer = self._calls.pop() if self._calls else (None, None)
         # If BEFORE_… has failed, there is a call, but no section.
-        if self._loop is None or not counts or not self._loop._is_open(self._event):
+        if self._loop is None or section is None or not self._loop._is_open(section):
             return None
         error = sys.exception()
         if error is not None and error is not outer:  # torch calls this while the module's own error propagates
-            blocking(self._loop._leave(self._event, error))
+            blocking(self._loop._leave(section, error))
             return None
-        result = blocking(self._loop._end(self._event, result))
+        result = blocking(self._loop._end(section, result))
         if self._event == Event.BEFORE_LOSS:
             self._loop._watch_backward(result)
         return result
