@@ -116,7 +116,7 @@ class Instrumentation(Subject):
             raise ConfigurationError("dataloader is async; use `async with instrument(...)` and `async for`")
         self._acquire()
         try:
-            loop = self._loop = TorchLoop(self, self._take_state(InlineWorker()))
+            loop = self._loop = self._make_loop(self._take_state(InlineWorker()))
             loop._attach()
             blocking(loop._start(self._first_events()))
             self._check_model()
@@ -161,6 +161,9 @@ class Instrumentation(Subject):
                         await self._loop._detach()
         finally:
             self._release()
+
+    def _make_loop(self, state: Any) -> TorchLoop:
+        return TorchLoop(self, state)
 
     def _first_events(self) -> tuple[Event, ...]:
         own = isinstance(self.engine.state, LoopState)
