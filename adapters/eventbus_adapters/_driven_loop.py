@@ -30,6 +30,11 @@ class DrivenLoop(TorchLoop):
         self._goal = getattr(state, "max_duration", None)
 
     @property
+    def in_batch(self) -> bool:
+        """Whether a batch is being fetched, or trained on."""
+        return self._is_open("batch")
+
+    @property
     def stopped(self) -> bool:
         """Whether somebody has called `state.stop_training()`."""
         return getattr(self.state, "max_duration", None) is not self._goal
@@ -42,20 +47,19 @@ class DrivenLoop(TorchLoop):
 
     def end_epoch(self) -> None:
         """An epoch is over, whatever of it is still open."""
-        self.find_no_batch()
         blocking(self._end_epoch())
 
     def fetch(self) -> None:
-        """A batch is about to be fetched."""
+        """A batch is about to be fetched; unless `take` says otherwise, there will have been none left."""
         if not self._is_open("epoch"):  # the framework goes on inside an epoch
             self.begin_epoch()
         blocking(self._end_batch())
         blocking(self._begin_fetch())
 
-    def find_no_batch(self) -> None:
-        """There was none left."""
+    async def _end_batch(self) -> None:
         if self._is_open(Event.BEFORE_DATALOADER):
-            blocking(self._give_up_batch("end of data"))
+            await self._give_up_batch("end of data")
+        await super()._end_batch()
 
     def take(self, batch: Any) -> Any:
         """A batch has been fetched; what the algorithms have made of it."""

@@ -87,7 +87,7 @@ def instrument(
         ConfigurationError: an argument does not fit; it says which, and what would.
         TimeFormatError: `max_duration` does not parse.
     """
-    _check(engine, model, loss)
+    check_subject(engine, model, loss)
     return Instrumentation(
         engine=engine,
         model=model,
@@ -234,7 +234,12 @@ class Instrumentation(Subject):
             self._worker.close()
 
 
-def _check(engine: Engine[Any], model: object, loss: object) -> None:
+def check_subject(engine: Engine[Any], model: object, loss: object) -> None:
+    """Refuse what cannot be watched, or not on this engine.
+
+    Raises:
+        ConfigurationError: naming it.
+    """
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model is a {type(model).__name__}; give the torch.nn.Module that the loop calls")
     if loss is not None and not callable(loss):
