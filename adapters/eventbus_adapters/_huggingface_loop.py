@@ -89,7 +89,10 @@ class TrainerRun:
 
     def close(self, error: BaseException | None) -> None:
         """Take everything off the Trainer again, and end the run: with its events, or of an error."""
-        self._undo.__exit__(None if error is None else type(error), error, error and error.__traceback__)
+        if error is None:
+            self._undo.close()
+        else:
+            self._undo.__exit__(type(error), error, error.__traceback__)
 
     def _wrap_all(self) -> None:
         trainer = self._trainer
@@ -169,6 +172,7 @@ class TrainerRun:
         finally:
             self._depth = 0
         self.loop.end_eval()
+        self._trainer.control.should_training_stop |= self.loop.stopped
         return metrics
 
     def _run_evaluator(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

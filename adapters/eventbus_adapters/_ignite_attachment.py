@@ -99,7 +99,8 @@ class Attachment:
     def _close(self, error: BaseException | None = None) -> None:
         driven, self._driven, self._loop = self._driven, None, None
         if driven is not None:
-            driven.__exit__(None if error is None else type(error), error, error and error.__traceback__)
+            traceback = None if error is None else error.__traceback__
+            driven.__exit__(None if error is None else type(error), error, traceback)
 
     def _begun(self) -> DrivenLoop:
         """The loop of this run. One that goes on where it was interrupted does not start again."""

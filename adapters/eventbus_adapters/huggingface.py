@@ -15,9 +15,10 @@ from eventbus_adapters._huggingface_loop import TrainerRun
 from eventbus_adapters._torch_course import Unfinished
 from eventbus_adapters.torch_loop import check_subject
 from eventbus_engine._options import snake_case
+from eventbus_engine.callback import OnError
 from eventbus_engine.engine import Engine
 from eventbus_engine.errors import ConfigurationError
-from eventbus_engine.logger import LoggerDestination, OnError
+from eventbus_engine.logger import LoggerDestination
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -137,11 +138,6 @@ class EngineCallback(TrainerCallback):
         """EPOCH_END and EPOCH_CHECKPOINT."""
         if self._run is not None:
             self._run.loop.end_epoch()
-            control.should_training_stop |= self._run.loop.stopped
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """An evaluation may have been the last straw."""
-        if self._run is not None:
             control.should_training_stop |= self._run.loop.stopped
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
