@@ -108,6 +108,11 @@ class EngineCallback(TrainerCallback):
         if run is not None:
             run.close(error)
 
+    @property
+    def _loop(self) -> Any:
+        assert self._run is not None  # noqa: S101 -- `on_train_begin` comes first
+        return self._run.loop
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """INIT, if the engine has no state, and FIT_START."""
         self._close(Unfinished("the Trainer began anew, with smaller batches"))
@@ -120,25 +125,21 @@ class EngineCallback(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """EPOCH_START."""
-        if self._run is not None:
-            self._run.loop.begin_epoch()
+        self._loop.begin_epoch()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """BATCH_START and BEFORE_TRAIN_BATCH: the batch has been fetched."""
-        if self._run is not None:
-            self._run.loop.begin_batch()
+        self._loop.begin_batch()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """BATCH_END and BATCH_CHECKPOINT; whoever called `state.stop_training()` ends the run."""
-        if self._run is not None:
-            self._run.loop.end_batch()
-            control.should_training_stop |= self._run.loop.stopped
+        self._loop.end_batch()
+        control.should_training_stop |= self._loop.stopped
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """EPOCH_END and EPOCH_CHECKPOINT."""
-        if self._run is not None:
-            self._run.loop.end_epoch()
-            control.should_training_stop |= self._run.loop.stopped
+        self._loop.end_epoch()
+        control.should_training_stop |= self._loop.stopped
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         """What the Trainer logs goes to the engine's destinations, too."""

@@ -5,6 +5,7 @@ transformers takes seconds to import, so that is done by the first test that run
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import sys
@@ -58,6 +59,17 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> Iterator[None]:
+    """Accelerate collects garbage before each run, which what has been imported would make slow."""
+    adapter()
+    new_model()
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -433,6 +445,7 @@ def test_a_loss_of_the_adapters_is_trained_on_and_evaluated_with() -> None:
         eval_steps=1,
         eval_dataset=new_dataset(),
     )
+    program.trainer.loss_is_scaled_for_ga = True  # of no account to another loss
     leave_out_dropout(program.trainer.model)
     batches: list[dict[str, Any]] = []
     program.engine.bus.subscribe(
@@ -443,6 +456,7 @@ def test_a_loss_of_the_adapters_is_trained_on_and_evaluated_with() -> None:
 
     program.train()
 
+    assert program.trainer.loss_is_scaled_for_ga is True
     batch = batches[0]
     functional.cross_entropy(twin(batch["input_ids"]).logits, batch["labels"], label_smoothing=0.3).backward()
     torch.optim.SGD(twin.parameters(), lr=0.1).step()
@@ -756,16 +770,19 @@ def test_their_early_stopping_stops_our_training() -> None:
     assert int(trainer.state.timestamp.epoch) == 3
 
 
-def test_a_duration_in_batches_is_their_number_of_steps() -> None:
-    """Where the loader has no length, the epoch is a whole number."""
+@pytest.mark.parametrize(("duration", "steps"), [("2ba", 2), ("12sp", 0)])
+def test_a_duration_in_batches_is_their_number_of_steps(duration: str, steps: int) -> None:
+    """Where the loader has no length, the epoch is a whole number. What is logged before the training is not theirs."""
     import transformers
 
     wrapped = adapter().HuggingFaceCallback(transformers.TrainerCallback(), name="mine", on_error="log")
-    trainer = our_trainer(wrapped, duration="3ba")
+    trainer = our_trainer(wrapped, duration=duration)
     trainer.state.train_dataloader = iter(())
+    trainer.logger.log_metrics({"early": 1.0})
     anyio.run(trainer.fit)
 
-    assert (wrapped.state.max_steps, wrapped.state.epoch) == (3, 1)
+    assert (wrapped.state.max_steps, wrapped.state.epoch) == (steps, 1)
+    assert not any("early" in logs for logs in wrapped.state.log_history)
     assert (wrapped.name, wrapped.on_error) == ("mine", "log")
 
 
