@@ -43,17 +43,16 @@ def main() -> None:
     """Train for four epochs."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = BertForSequenceClassification(
-        BertConfig(
-            vocab_size=3,
-            hidden_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=32,
-            max_position_embeddings=8,
-            num_labels=3,
-        )
+    config = BertConfig(
+        vocab_size=3,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=8,
     )
+    config.num_labels = 3
+    model = BertForSequenceClassification(config)
     arguments = TrainingArguments(
         output_dir=str(Path(tempfile.gettempdir()) / "huggingface_trainer"),
         num_train_epochs=4,

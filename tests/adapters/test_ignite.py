@@ -44,6 +44,12 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+class Mine(EventName):
+    """Not those of training."""
+
+    A = "a"
+
+
 class Recorder(Callback[Any]):
     """Keeps the names of the events."""
 
@@ -131,6 +137,11 @@ class Program:
         self.trainer.run(batches or new_batches(), max_epochs=epochs, **options)
         return list(self.recorder.events)
 
+    @property
+    def state(self) -> Any:
+        """The engine's."""
+        return self.engine.state
+
     def outcomes(self, name: str) -> list[Any]:
         """The outcomes of the spans of a name, in the order of their ends."""
         spans = self.exporter.get_finished_spans()
@@ -148,7 +159,7 @@ def test_a_trainer_publishes_the_events_of_training_and_evaluation_in_their_orde
     events = program.run(epochs=2)
 
     assert events == [*FIRST, *EPOCH, *EVALUATION, *EPOCH, *EVALUATION, "fit_end"]
-    assert program.engine.state.metrics == {"metrics/val/accuracy": program.evaluator.state.metrics["accuracy"]}
+    assert program.state.metrics == {"metrics/val/accuracy": program.evaluator.state.metrics["accuracy"]}
 
 
 def test_without_algorithms_a_trainer_trains_bit_for_bit_as_it_would_alone() -> None:
@@ -488,7 +499,7 @@ def test_a_callback_open_in_two_engines_is_refused() -> None:
         ({"optimizers": 3}, "3 is no optimizer"),
         ({"loss": 0.5}, "loss is a float"),
         ({"device": "gpu"}, "device='gpu' is no device"),
-        ({"engine": Engine(events=EventName("Mine", {"A": "a"}))}, "the engine's events are Mine"),
+        ({"engine": Engine(events=Mine)}, "the engine's events are Mine"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], expected: str) -> None:
