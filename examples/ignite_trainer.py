@@ -34,7 +34,7 @@ def main() -> None:
     """Train for five epochs."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    digits = load_digits()
+    digits: Any = load_digits()
     images = torch.tensor(digits.data / 16, dtype=torch.float32)
     dataset = TensorDataset(images, torch.tensor(digits.target))
     train, test = torch.utils.data.random_split(dataset, [1500, len(dataset) - 1500])

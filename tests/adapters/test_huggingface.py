@@ -142,7 +142,7 @@ def new_trainer(model: Any = None, dataset: Any = None, kind: type[Any] | None =
     import transformers
 
     eval_dataset = options.pop("eval_dataset", None)
-    arguments = {
+    arguments: dict[str, Any] = {
         "output_dir": "out",
         "num_train_epochs": 1,
         "per_device_train_batch_size": 4,
