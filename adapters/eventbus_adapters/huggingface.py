@@ -22,8 +22,8 @@ from eventbus_engine.logger import LoggerDestination
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-except ImportError as error:
-    raise _peer.missing("transformers, with accelerate,", "huggingface") from error
+except ImportError as _error:
+    raise _peer.missing("transformers, with accelerate,", "huggingface") from _error
 
 __all__ = ["EngineCallback", "HuggingFaceCallback", "use_engine"]
 
@@ -178,10 +178,10 @@ class HuggingFaceCallback(LoggerDestination):
                 f"to the engine as they are"
             )
         super().__init__(**{"name": snake_case(type(callback).__name__), **options})
-        self.callback = callback
+        self.callback: TrainerCallback = callback
         self.args: Any = args or TrainingArguments(output_dir="trainer_output", report_to=[])
         self.state: Any = TrainerState()
-        self.control = TrainerControl()
+        self.control: TrainerControl = TrainerControl()
         self._objects: dict[str, Any] = {}
 
     def init(self, state: Any, logger: Any) -> None:

@@ -87,7 +87,7 @@ class _Mirror(Callback[Any]):
     def __init__(self, output: Callable[[Any], Any], **options: Any) -> None:
         check_version()
         super().__init__(**options)
-        self.engine = IgniteEngine(_refuse)
+        self.engine: IgniteEngine = IgniteEngine(_refuse)
         self._output = output
 
     def _fire(self, *events: Events) -> None:
@@ -195,7 +195,7 @@ class IgniteEvaluator(_Mirror):
 
     def __init__(self, output: Callable[[Any], Any] | None = None, label: str = "ignite", **options: Any) -> None:
         super().__init__(output or _outputs_and_targets, **options)
-        self.label = label
+        self.label: str = label
 
     def eval_start(self, state: Any, logger: Any) -> None:
         """STARTED and EPOCH_STARTED."""
