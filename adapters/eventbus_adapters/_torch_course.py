@@ -83,6 +83,11 @@ class Course:
         tracing: opens the spans of the run, the epochs and the batches.
     """
 
+    _way_out = (
+        "call with the parts of the batch and the outputs as they are (instrument(device=...) moves batches), or with "
+        "those in loop.state.batch and loop.state.outputs"
+    )
+
     def __init__(self, state: Any, source: BatchSource, device: torch.device, tracing: RunTracing) -> None:
         self.state = state
         self._source = source
@@ -165,10 +170,8 @@ class Course:
         if not self._is_open("run"):
             raise ConfigurationError("this loop is over; iterate it inside its `with instrument(...)` block")
         if not batches.begun:
-            await self._end_epoch()  # one that was left by a `break`
             batches.begun, self._batches = True, batches
-            await self._enter("epoch", Plain(self._tracing.unit("epoch")))
-            await self._publish(Event.EPOCH_START)
+            await self._begin_epoch()
         elif batches is not self._batches:
             raise ConfigurationError(
                 "a loop is used twice: another iteration over it has begun since this one; finish one before the next"
@@ -179,6 +182,11 @@ class Course:
         batches.over = True
         await self._end_epoch()
         return EXHAUSTED
+
+    async def _begin_epoch(self) -> None:
+        await self._end_epoch()  # one that was left by a `break`
+        await self._enter("epoch", Plain(self._tracing.unit("epoch")))
+        await self._publish(Event.EPOCH_START)
 
     async def _end_epoch(self) -> None:
         if not self._is_open("epoch"):
@@ -219,9 +227,15 @@ class Course:
 
     async def _take(self, batch: Any) -> None:
         """Here is the batch that was fetched."""
+        await self._end_fetch(batch)
+        await self._begin_train_batch()
+
+    async def _end_fetch(self, batch: Any) -> None:
         self.state.batch = batch
         self._samples, self._tokens = count(batch)
         await self._leave(Event.BEFORE_DATALOADER)
+
+    async def _begin_train_batch(self) -> None:
         await self._enter(Event.BATCH_START, self._pair(Event.BATCH_START))
         await self._enter(Event.BEFORE_TRAIN_BATCH, self._pair(Event.BEFORE_TRAIN_BATCH))
         self._parts.learn(self.state.batch, "batch")
@@ -270,8 +284,7 @@ class Course:
                 if getattr(self.state, root) is not value and root not in reached:
                     raise BatchError(
                         f"an algorithm changed state.{root} on {event.name}, but nothing that the loop calls with is a "
-                        f"part of it, so the change would be lost; call with the parts of the batch and the outputs as "
-                        f"they are (instrument(device=...) moves batches), or with those in loop.state.{root}"
+                        f"part of it, so the change would be lost; {self._way_out}"
                     )
             now = self._parts.now
             return tuple(now(value) for value in args), {name: now(value) for name, value in kwargs.items()}

@@ -87,7 +87,7 @@ def instrument(
         ConfigurationError: an argument does not fit; it says which, and what would.
         TimeFormatError: `max_duration` does not parse.
     """
-    _check(engine, model, loss)
+    check_subject(engine, model, loss)
     return Instrumentation(
         engine=engine,
         model=model,
@@ -116,7 +116,7 @@ class Instrumentation(Subject):
             raise ConfigurationError("dataloader is async; use `async with instrument(...)` and `async for`")
         self._acquire()
         try:
-            loop = self._loop = TorchLoop(self, self._take_state(InlineWorker()))
+            loop = self._loop = self._make_loop(self._take_state(InlineWorker()))
             loop._attach()
             blocking(loop._start(self._first_events()))
             self._check_model()
@@ -161,6 +161,9 @@ class Instrumentation(Subject):
                         await self._loop._detach()
         finally:
             self._release()
+
+    def _make_loop(self, state: Any) -> TorchLoop:
+        return TorchLoop(self, state)
 
     def _first_events(self) -> tuple[Event, ...]:
         own = isinstance(self.engine.state, LoopState)
@@ -231,7 +234,12 @@ class Instrumentation(Subject):
             self._worker.close()
 
 
-def _check(engine: Engine[Any], model: object, loss: object) -> None:
+def check_subject(engine: Engine[Any], model: object, loss: object) -> None:
+    """Refuse what cannot be watched, or not on this engine.
+
+    Raises:
+        ConfigurationError: naming it.
+    """
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model is a {type(model).__name__}; give the torch.nn.Module that the loop calls")
     if loss is not None and not callable(loss):
