@@ -219,8 +219,10 @@ async def test_a_write_that_outlives_closing_comes_to_its_end(
     saver = CheckpointSaver(tmp_path, "1ba")
     trainer = make_trainer(callbacks=[saver], max_duration="1ba")
     async with trainer:
-        with anyio.move_on_after(0.05):
-            await trainer.fit()
+        async with anyio.create_task_group() as group:
+            group.start_soon(trainer.fit)
+            await anyio.to_thread.run_sync(gate.begun.wait)
+            group.cancel_scope.cancel()
         report = await trainer.engine.close(timeout=0.05)
     assert report.timed_out == ["checkpoint_saver"]
     (tmp_path / "ep0-ba1").write_text("in the way")

@@ -40,7 +40,7 @@ def save(tmp_path: Path, make_trainer: MakeTrainer) -> Callable[..., Any]:
 
         trainer.state.callbacks.append(Keep())
         await trainer.fit()
-        parts = {
+        parts: dict[str, Any] = {
             "tensors": dict(contents[0].tensors),
             "values": dict(contents[0].values),
             "rank_values": dict(contents[0].rank_values),
