@@ -55,6 +55,7 @@ class Guest:
     """
 
     theirs: Any
+    name: str | None
 
     def __init__(self, theirs: Any) -> None:
         self.theirs = theirs
@@ -116,7 +117,7 @@ class ComposerCallback(Guest, Callback[Any]):
         super().__init__(theirs)
         base = composer.core.Callback
         if own_method(theirs, "run_event", base) is not None:
-            self.run_event = self._run  # type: ignore[method-assign]
+            self.run_event = self._run  # type: ignore[assignment,method-assign]
             return
         for event in Event:
             hook = own_method(theirs, event.value, base)

@@ -23,8 +23,9 @@ class StateOfOurs(composer.core.State):  # type: ignore[misc]
     So `state.batch = ...` in an algorithm of Composer's reaches our loop, and `state.stop_training()` ends it.
     """
 
+    _ours: State | None = None  # until it is set, assignments stay here: what the constructor assigns is not for ours
+
     def __init__(self, ours: State) -> None:
-        vars(self)["_ours"] = None  # what the constructor assigns is not for ours
         super().__init__(
             model=ours.model,
             rank_zero_seed=ours.seed or 0,
@@ -37,11 +38,11 @@ class StateOfOurs(composer.core.State):  # type: ignore[misc]
             precision=ours.precision,
             scaler=ours.scaler,
         )
-        vars(self)["_ours"] = ours
-        vars(self)["_times"] = {}
+        self._times: dict[str, tuple[Any, Any]] = {}
+        self._ours = ours
 
     def __setattr__(self, name: str, value: Any) -> None:
-        ours = vars(self)["_ours"]
+        ours = self._ours
         if ours is None or name not in _SHARED:
             super().__setattr__(name, value)
         else:
@@ -50,7 +51,7 @@ class StateOfOurs(composer.core.State):  # type: ignore[misc]
     def __getattribute__(self, name: str) -> Any:
         if name not in _SHARED:
             return super().__getattribute__(name)
-        ours = super().__getattribute__("_ours")
+        ours = self._ours
         return super().__getattribute__(name) if ours is None else self._to_theirs(name, getattr(ours, name))
 
     def _to_theirs(self, name: str, value: Any) -> Any:

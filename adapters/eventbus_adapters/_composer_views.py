@@ -8,12 +8,14 @@ from typing import Any
 
 from eventbus_adapters._composer_loop import LoggerOfOurs, StateOfOurs
 from eventbus_adapters._composer_peer import THEIRS, composer
+from eventbus_engine._options import unique_names
 from eventbus_engine.errors import ConfigurationError
+from eventbus_engine.event import Event
 from eventbus_engine.logger import Logger, LoggerDestination
 from eventbus_engine.trace import Traces
 from eventbus_engine.training.state import State
 
-__all__ = ["Destination", "Participants", "TrainerLogger", "logger_of", "state_of", "traces_to_log"]
+__all__ = ["Destination", "Live", "Participants", "TrainerLogger", "logger_of", "state_of", "traces_to_log"]
 
 
 class Participants:
@@ -26,15 +28,13 @@ class Participants:
         callbacks: likewise.
     """
 
-    _OWN = frozenset({"theirs", "algorithms", "callbacks"})
-
     def __init__(
         self, state: Any, adapt: Callable[[Any], Any], algorithms: Iterable[Any], callbacks: Iterable[Any]
     ) -> None:
         own = {
             "theirs": state,
-            "_algorithms": _Live(adapt, algorithms),
-            "_callbacks": _Live(adapt, callbacks),
+            "_algorithms": Live(adapt, algorithms),
+            "_callbacks": Live(adapt, callbacks),
         }
         vars(self).update(own)
 
@@ -50,6 +50,15 @@ class Participants:
         everybody: Sequence[Any] = vars(self)["_callbacks"].now(self.theirs.callbacks)
         return everybody
 
+    def class_of(self, name: str) -> str:
+        """The name of the class of the algorithm that is called so in our traces."""
+        algorithm = self.named(name)
+        return name if algorithm is name else str(algorithm.__class__.__name__)
+
+    def named(self, name: str) -> Any:
+        """The algorithm that is called so in our traces; the name itself for one that a pass has added."""
+        return vars(self)["_algorithms"].named(name)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["theirs"], name)
 
@@ -57,7 +66,7 @@ class Participants:
         setattr(self.theirs, name, value)
 
 
-class _Live:
+class Live:
     """A list of Composer's, and who else takes part, adapted anew when it has changed."""
 
     def __init__(self, adapt: Callable[[Any], Any], others: Iterable[Any]) -> None:
@@ -65,14 +74,21 @@ class _Live:
         self._others = [adapt(other) for other in others]
         self._seen: list[Any] = []
         self._everybody: list[Any] = self._others
+        self._names = dict(zip(unique_names(self._everybody), self._everybody, strict=True))
 
     def now(self, theirs: Sequence[Any]) -> Sequence[Any]:
+        """Theirs and the others, as participants of ours."""
         seen = self._seen
         # It is asked on every event.
         if len(seen) != len(theirs) or not all(map(is_, seen, theirs)):
             self._seen = list(theirs)
             self._everybody = [*map(self._adapt, theirs), *self._others]
+            self._names = dict(zip(unique_names(self._everybody), self._everybody, strict=True))
         return self._everybody
+
+    def named(self, name: str) -> Any:
+        """The participant that is called so in our traces; the name itself for one that a pass has added."""
+        return self._names.get(name, name)
 
 
 class Destination(LoggerDestination):
@@ -80,8 +96,9 @@ class Destination(LoggerDestination):
 
     name = "composer"
 
-    def __init__(self, theirs: Any) -> None:
+    def __init__(self, theirs: Any, participants: Participants) -> None:
         self.theirs = theirs
+        self._participants = participants
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         """As it does."""
@@ -93,7 +110,7 @@ class Destination(LoggerDestination):
 
     def log_traces(self, traces: Traces, step: int | None = None) -> None:
         """What ran, in Composer's form."""
-        ran = traces_to_log(traces)
+        ran = traces_to_log(traces, self._participants.class_of)
         if ran:
             self.theirs.log_traces(ran)
 
@@ -113,15 +130,15 @@ class Destination(LoggerDestination):
 class TrainerLogger(Logger):
     """The logger of an engine in Composer's Trainer: Composer's objects get Composer's, which is `theirs`."""
 
-    def __init__(self, theirs: Any, state: Any, destinations: Iterable[Any]) -> None:
-        super().__init__(state, [Destination(theirs), *destinations])
+    def __init__(self, theirs: Any, participants: Participants, destinations: Iterable[Any]) -> None:
+        super().__init__(participants, [Destination(theirs, participants), *destinations])
         self.theirs: Any = theirs
 
 
-def traces_to_log(traces: Traces) -> dict[str, int]:
+def traces_to_log(traces: Traces, class_of: Callable[[str], str] = str) -> dict[str, int]:
     """The traces of what ran, as Composer's engine logs them."""
     return {
-        f"algorithm_traces/{trace.name}/{THEIRS.get(trace.event, trace.event)}": 1  # type: ignore[call-overload]
+        f"algorithm_traces/{class_of(trace.name)}/{THEIRS[Event(str(trace.event))]}": 1
         for trace in traces.values()
         if trace.run
     }

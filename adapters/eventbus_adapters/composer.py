@@ -67,7 +67,7 @@ def use_engine(
             "first call"
         )
     if before._is_closed:
-        raise ConfigurationError("the Trainer is closed, so nothing can run in it; make a new one, and use_engine on it")
+        raise ConfigurationError("the Trainer is closed; make a new one, and call use_engine on that")
     engine = ComposerEngine(
         trainer.state,
         trainer.logger,
@@ -114,9 +114,10 @@ class ComposerEngine:
         self.state: Any = state
         self.logger: Any = logger
         others = [each for each in callbacks if is_destination(each)]
+        self._participants = Participants(state, adapt, algorithms, callbacks)
         self.engine: Engine[Any] = Engine(
-            Participants(state, adapt, algorithms, callbacks),
-            TrainerLogger(logger, state, others),
+            self._participants,
+            TrainerLogger(logger, self._participants, others),
             _with_their_events(algorithm_passes),
             tracer_provider=tracer_provider,
             meter_provider=meter_provider,
@@ -225,13 +226,11 @@ class ComposerEngine:
         ran = [trace for trace in traces.values() if trace.run]
         if not ran:
             return {}
-        by_name = {entry.name: entry.algorithm for entry in self.engine._roster.latest.algorithms}
         result: dict[str, Any] = {}
         for trace in ran:
-            algorithm = by_name.get(trace.name, trace.name)
             event = THEIRS[Event(str(trace.event))]
-            result[f"{algorithm}/{event}"] = composer.core.Trace(
-                name=algorithm.__class__.__name__,
+            result[f"{self._participants.named(trace.name)}/{event}"] = composer.core.Trace(
+                name=self._participants.class_of(trace.name),
                 event=event,
                 exit_code=trace.exit_code,
                 order=trace.order,
@@ -258,8 +257,7 @@ def _own_passes(theirs: Sequence[Any]) -> list[Any]:
     """The passes that somebody has given Composer's engine: in front of its defaults, or after ours."""
     known = composer.core.engine._get_default_passes()
     first = min((theirs.index(each) for each in known if each in theirs), default=0)
-    given = [(each, index if index < first else -1) for index, each in enumerate(theirs) if each not in known]
-    return given
+    return [(each, index if index < first else -1) for index, each in enumerate(theirs) if each not in known]
 
 
 def _with_their_events(passes: Any) -> Any:

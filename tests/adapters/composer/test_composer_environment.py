@@ -13,7 +13,8 @@ CAPPED = {"coolname", "numpy", "packaging", "pillow", "rich", "tabulate", "torch
 
 def pins(path: Path) -> dict[str, str]:
     """Version by name, as a file of requirements pins them."""
-    return dict(re.findall(r"^([\w.-]+)==(\S+)$", path.read_text(encoding="utf-8").lower().replace("_", "-"), re.M))
+    text = path.read_text(encoding="utf-8").lower().replace("_", "-")
+    return dict(re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE))
 
 
 def test_both_environments_have_the_same_versions_but_for_composers_caps() -> None:
