@@ -7,6 +7,8 @@ PROCESSES ?= 2
 BIN := $(VENV)/bin
 # Composer has caps of its own, and with them an environment of its own.
 COMPOSER := $(VENV)-composer
+# What needs it is in a folder or on a page of that name.
+ON_COMPOSER := -k composer tests/adapters/composer tests/test_docs.py tests/test_examples.py
 COMPOSER_PIP := $(COMPOSER)/bin/python -m pip --disable-pip-version-check install --quiet
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 # Held to every branch; the packages and the programs on top of these modules to 95 %.
@@ -27,11 +29,11 @@ demo: $(VENV)/demo.stamp  ## train a small CNN on real data and show the order, 
 	$(BIN)/eventbus-engine demo
 
 test: $(VENV)/dev.stamp $(COMPOSER)/composer.stamp  ## run the tests, then hold their coverage to the bars
-	COVERAGE_FILE=.composer-coverage $(COMPOSER)/bin/python -m pytest --cov --cov-report= tests/adapters/composer
+	COVERAGE_FILE=.composer-coverage $(COMPOSER)/bin/python -m pytest --cov --cov-report= $(ON_COMPOSER)
 	$(BIN)/python -m pytest --numprocesses=$(PROCESSES) --dist=loadscope --cov --cov-report=
 	$(BIN)/python -m coverage combine --quiet --append .composer-coverage
 	$(BIN)/python -m coverage report --fail-under=100 --include='eventbus_engine/*.py' --omit='$(TOP)'
-	$(BIN)/python -m coverage report --fail-under=95 --include='eventbus_engine/*/**,$(TOP)'
+	$(BIN)/python -m coverage report --fail-under=95 --include='eventbus_engine/*/**,adapters/*,$(TOP)'
 
 lint: $(VENV)/dev.stamp  ## check style, types and the direction of imports
 	$(BIN)/ruff check

@@ -17,6 +17,8 @@ from eventbus_engine.training.state import State
 
 __all__ = ["Destination", "Live", "Participants", "TrainerLogger", "logger_of", "state_of", "traces_to_log"]
 
+STATE: Any = composer.core.State
+
 
 class Participants:
     """Composer's state as the state of an engine of ours: the same, but for who takes part.
@@ -150,7 +152,7 @@ def state_of(state: Any) -> Any:
     Raises:
         ConfigurationError: it is neither Composer's nor that of a training loop of ours.
     """
-    if isinstance(state, composer.core.State):
+    if isinstance(state, STATE):
         return state
     if isinstance(state, Participants):
         return state.theirs

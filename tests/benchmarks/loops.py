@@ -13,7 +13,7 @@ import itertools
 import logging
 import statistics
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import perf_counter, process_time
 from typing import Any
@@ -37,7 +37,7 @@ from eventbus_engine.training.algorithms import (
     smooth_labels,
 )
 
-__all__ = ["BY_HAND", "WAYS", "Job"]
+__all__ = ["BY_HAND", "WAYS", "Job", "composer"]
 
 SMOOTHING, THRESHOLD, AVERAGING = 0.1, 1.0, 0.999
 CALLBACKS = 5
@@ -225,7 +225,7 @@ def lightning(job: Job) -> None:
     trainer.fit(module, job)
 
 
-def composer(job: Job) -> None:
+def composer(job: Job, on_our_engine: Sequence[Any] | None = None) -> None:
     """`Trainer.fit` of Composer, without loggers and progress bar, with algorithms of its kind."""
     composer = import_composer()
     logging.getLogger("composer").setLevel(logging.ERROR)
@@ -270,6 +270,10 @@ def composer(job: Job) -> None:
         algorithms=algorithms if job.loaded else [],
         callbacks=[count() for _ in range(CALLBACKS)] if job.loaded else [],
     )
+    if on_our_engine is not None:
+        from eventbus_adapters.composer import use_engine  # which needs Composer
+
+        use_engine(trainer, callbacks=on_our_engine)
     trainer.fit()
     trainer.close()
 
@@ -294,5 +298,6 @@ WAYS: dict[str, tuple[Callable[[Job], None], bool]] = {
     "Lightning Fabric": (quiet(fabric), True),
     "Lightning": (quiet(lightning), True),
     "Composer": (quiet(composer), True),
+    "Composer, use_engine": (quiet(partial(composer, on_our_engine=())), True),
 }
 """How each trains, and whether it is somebody else's, which may be missing or broken."""
