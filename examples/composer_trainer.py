@@ -4,6 +4,8 @@ The program is Composer's up to `use_engine`. SelectiveBackprop then chooses amo
 where Composer's own engine runs it last; and the spans of the run are in a file to look at.
 """
 
+# pyright: reportMissingImports=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import json
@@ -14,12 +16,11 @@ from typing import Any
 
 import torch
 
-if (
-    torch.version.cuda is None
-):  # torchvision on PyPI is built for CUDA; beside another torch its import needs these names
-    operators = torch.library.Library("torchvision", "FRAGMENT")
+# torchvision on PyPI is built for CUDA; beside another torch its import needs these names.
+if torch.version.cuda is None:
+    operators = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name in ("nms", "qnms"):
-        operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
 
 warnings.simplefilter("ignore")  # of Composer's dependencies, much
 

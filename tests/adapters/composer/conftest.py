@@ -10,7 +10,7 @@ import importlib.util
 import itertools
 import types
 from collections.abc import Callable, Iterator
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -64,7 +64,7 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def start() -> None:
         seconds = itertools.count()
-        clock = types.SimpleNamespace(now=lambda: datetime.min + timedelta(seconds=next(seconds)))
+        clock = types.SimpleNamespace(now=lambda: datetime.fromtimestamp(next(seconds), UTC))
         monkeypatch.setattr(trainer, "datetime", types.SimpleNamespace(datetime=clock, timedelta=timedelta))
 
     return start

@@ -64,7 +64,7 @@ class Note(composer.Algorithm):
         self.notes, self.event, self.exit_code = notes, event, exit_code
 
     def match(self, event: Any, state: Any) -> bool:
-        return event == self.event
+        return bool(event == self.event)
 
     def apply(self, event: Any, state: Any, logger: Any) -> int | None:
         self.notes.append(type(self).__name__)
@@ -316,7 +316,8 @@ def test_participants_that_join_and_leave_do_so_from_the_next_event_on(make_trai
     engine.run_event("batch_start")
     trainer.state.algorithms.remove(late)
     engine.run_event("batch_start")
-    engine.engine.state.batch = "seen"
+    state: Any = engine.engine.state
+    state.batch = "seen"
 
     assert trainer.state.batch == "seen"
     assert (notes, watch.events) == (["Note"], ["batch_start", "batch_start"])
