@@ -134,6 +134,9 @@ class TrainerLogger(Logger):
 
     def __init__(self, theirs: Any, participants: Participants, destinations: Iterable[Any]) -> None:
         super().__init__(participants, [Destination(theirs, participants), *destinations])
+        # Without a destination, events that nobody has a hook for cost next to nothing.
+        logs = [Destination(theirs, participants)] if theirs.destinations else []
+        super().__init__(participants, [*logs, *destinations])
         self.theirs: Any = theirs
 
 
