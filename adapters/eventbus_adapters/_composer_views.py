@@ -133,7 +133,6 @@ class TrainerLogger(Logger):
     """The logger of an engine in Composer's Trainer: Composer's objects get Composer's, which is `theirs`."""
 
     def __init__(self, theirs: Any, participants: Participants, destinations: Iterable[Any]) -> None:
-        super().__init__(participants, [Destination(theirs, participants), *destinations])
         # Without a destination, events that nobody has a hook for cost next to nothing.
         logs = [Destination(theirs, participants)] if theirs.destinations else []
         super().__init__(participants, [*logs, *destinations])
