@@ -207,7 +207,7 @@ def test_time_strings_round_trip(time: Time) -> None:
 @given(times)
 def test_repr_round_trips(time: Time) -> None:
     """`repr` is the expression that makes the time."""
-    actual = eval(repr(time), {"Time": Time})
+    actual = eval(repr(time), {"Time": Time, "TimeUnit": TimeUnit})
 
     assert actual == time
     assert actual.unit is time.unit
@@ -514,7 +514,7 @@ def test_a_timestamp_is_immutable_and_copies_as_itself() -> None:
     ("fields", "message"),
     [
         ({"batches": 3}, "'batches' is no field of a timestamp; it has iteration, epoch, batch"),
-        ({"batch": Time(3, "ep")}, r"batch=Time\(3, 'ep'\) is in the wrong unit; give an int, or a Time in ba"),
+        ({"batch": Time(3, "ep")}, r"batch=Time\(3, TimeUnit.EPOCH\) is in the wrong unit; give an int, or a Time in ba"),
         ({"batch": 1.5}, r"1.5 is no amount of time in 'ba' \(BATCH\); it takes a whole number"),
         ({"batch_wct": 1.5}, "batch_wct=1.5 is no wall-clock time; give a timedelta"),
     ],
