@@ -198,7 +198,7 @@ _KNOWN_AS = {"training_start": "INIT", "training_end": "FIT_END"}
 
 
 def resolve_event(name: object, events: type[EventNameT]) -> EventNameT:
-    """Turn a member, a value (`before_loss`) or a member's name (`BEFORE_LOSS`), in any case, into a member of `events`.
+    """Turn a member, its value (`before_loss`) or its name (`BEFORE_LOSS`), in any case, into a member of `events`.
 
     Raises:
         UnknownEventError: names the offender and the nearest members.

@@ -514,7 +514,10 @@ def test_a_timestamp_is_immutable_and_copies_as_itself() -> None:
     ("fields", "message"),
     [
         ({"batches": 3}, "'batches' is no field of a timestamp; it has iteration, epoch, batch"),
-        ({"batch": Time(3, "ep")}, r"batch=Time\(3, TimeUnit.EPOCH\) is in the wrong unit; give an int, or a Time in ba"),
+        (
+            {"batch": Time(3, "ep")},
+            r"batch=Time\(3, TimeUnit.EPOCH\) is in the wrong unit; give an int, or a Time in ba",
+        ),
         ({"batch": 1.5}, r"1.5 is no amount of time in 'ba' \(BATCH\); it takes a whole number"),
         ({"batch_wct": 1.5}, "batch_wct=1.5 is no wall-clock time; give a timedelta"),
     ],

@@ -1,7 +1,7 @@
 """The names of `composer.core` and `composer.loggers` on this engine, without Composer: only the import changes.
 
 `composer.core` becomes `eventbus_adapters.composer_api.core`, `composer.loggers` becomes
-`eventbus_adapters.composer_api.loggers`; what `composer` itself exports of them is here. Nothing of Composer is imported.
+`eventbus_adapters.composer_api.loggers`; what `composer` itself exports of them is here. Composer is not imported.
 `docs/adapters/composer.md` lists what is different, and why.
 """
 

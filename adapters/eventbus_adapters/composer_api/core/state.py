@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from eventbus_adapters.composer_api.core.time import Time, TimeInput, Timestamp, TimeUnit
+from eventbus_adapters.composer_api.core.time import Time, Timestamp, TimeUnit
 from eventbus_engine.errors import ConfigurationError
+from eventbus_engine.time import TimeInput
 from eventbus_engine.training import state as ours
 
 __all__ = ["State"]
@@ -58,7 +59,7 @@ class State(ours.State):
         run_name: str,
         device: torch.device | str,
         max_duration: str | Time | None = None,
-        device_train_microbatch_size: int | float | None = None,
+        device_train_microbatch_size: float | None = None,
         auto_microbatching: bool = False,
         train_dataloader: Iterable[Any] | None = None,
         evaluators: Any = None,

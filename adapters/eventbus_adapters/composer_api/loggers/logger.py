@@ -81,8 +81,17 @@ def _as_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _images(function: Callable[..., Any]) -> Callable[..., Any]:
     """Everything by position."""
-    return lambda images, name, channels_last, step, masks, mask_class_labels, use_table: function(
-        images, name, channels_last, step, masks, mask_class_labels, use_table
+
+    def call(images: Any, name: str, channels_last: bool, *, step: int | None, **others: Any) -> Any:
+        return function(images, name, channels_last, step, *others.values())
+
+    return call
+
+
+def _file(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Everything by name."""
+    return lambda state, remote_file_name, file_path, overwrite: function(
+        state=state, remote_file_name=remote_file_name, file_path=file_path, overwrite=overwrite
     )
 
 
@@ -96,4 +105,11 @@ def _number(trace: Any) -> Any:
     return int(trace.run) if isinstance(trace, Trace) else trace
 
 
-_CALLS = {"log_metrics": _with_step, "log_table": _with_step, "log_traces": _as_numbers, "log_images": _images}
+_CALLS = {
+    "log_metrics": _with_step,
+    "log_table": _with_step,
+    "log_traces": _as_numbers,
+    "log_images": _images,
+    "upload_file": _file,
+}
+"""How Composer calls the methods of a destination, where that is not how it is done here."""
