@@ -382,6 +382,18 @@ def test_a_fresh_timestamp_is_zero_in_every_unit() -> None:
     assert timestamp.total_wct == timedelta(0)
 
 
+def test_what_follows_a_timestamp_is_of_its_class() -> None:
+    """Of a class derived from it too."""
+
+    class Mine(Timestamp):
+        __slots__ = ()
+
+    start = Mine(epoch=1)
+    made = [start.copy(batch=1), start.to_next_batch(), start.to_next_epoch(), start.to_next_iteration()]
+
+    assert {type(timestamp) for timestamp in made} == {Mine}
+
+
 def test_a_batch_counts_everywhere() -> None:
     """In the run, the iteration and the epoch, with its samples, tokens and time."""
     start = Timestamp(**EVERY_FIELD)

@@ -12,7 +12,7 @@ __all__ = ["Callback"]
 
 
 @empty
-def _nothing(self: Any, state: Any, logger: Any) -> None:
+def _nothing(self: Any, state: Any, logger: Any) -> Any:
     """Do nothing on this event."""
 
 
