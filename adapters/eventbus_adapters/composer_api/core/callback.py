@@ -7,6 +7,7 @@ from typing import Any
 from eventbus_adapters.composer_api.core.serializable import NamedByClass, Serializable
 from eventbus_engine.callback import Callback as OurCallback
 from eventbus_engine.callback import empty
+from eventbus_engine.event import Event
 
 __all__ = ["Callback"]
 
@@ -26,13 +27,6 @@ class Callback(NamedByClass, OurCallback[Any], Serializable):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 
-    init = before_load = after_load = fit_start = _nothing
-    iteration_start = epoch_start = before_dataloader = after_dataloader = _nothing
-    batch_start = before_train_batch = before_forward = after_forward = _nothing
-    before_loss = after_loss = before_backward = after_backward = _nothing
-    after_train_batch = batch_end = batch_checkpoint = epoch_end = _nothing
-    epoch_checkpoint = iteration_end = iteration_checkpoint = fit_end = _nothing
-    eval_before_all = eval_start = eval_batch_start = eval_before_forward = _nothing
-    eval_after_forward = eval_batch_end = eval_end = eval_after_all = _nothing
-    eval_standalone_start = eval_standalone_end = predict_start = predict_batch_start = _nothing
-    predict_before_forward = predict_after_forward = predict_batch_end = predict_end = _nothing
+
+for _event in Event:
+    setattr(Callback, _event.value, _nothing)

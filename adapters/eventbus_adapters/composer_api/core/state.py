@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from eventbus_adapters.composer_api.core.time import Time, Timestamp, TimeUnit
+from eventbus_engine import time
 from eventbus_engine.errors import ConfigurationError
-from eventbus_engine.time import TimeInput
 from eventbus_engine.training import state as ours
 
 __all__ = ["State"]
@@ -103,14 +103,14 @@ class State(ours.State):
         self.dataset_resumption: dict[str, Any] = dataset_resumption or {}
         self.precision_config: dict[str, Any] | None = precision_config
         self.save_metrics: bool = save_metrics
-        self.timestamp = Timestamp()
-        self.eval_timestamp = Timestamp()
+        self.timestamp: time.Timestamp = Timestamp()
+        self.eval_timestamp: time.Timestamp = Timestamp()
         self.predict_timestamp: Timestamp = Timestamp()
         self.previous_timestamp: Timestamp | None = None
         self.profiler: Any = None
         self.load_path: str | None = None
-        self.outputs = torch.Tensor()
-        self.loss = torch.Tensor()
+        self.outputs: Any = torch.Tensor()
+        self.loss: torch.Tensor | None = torch.Tensor()
         self.train_metrics: dict[str, Any] = {}
         self.eval_metrics: dict[str, dict[str, Any]] = {}
         self.train_metric_values: dict[str, float] = {}
@@ -129,7 +129,7 @@ class State(ours.State):
     def stop_training(self) -> None:
         """End training after the batch in progress, as if `max_duration` had been reached, in its unit."""
         unit = TimeUnit.BATCH if self.max_duration is None else self.max_duration.unit
-        self.max_duration = self.timestamp.get(TimeUnit.BATCH if unit is TimeUnit.EPOCH else unit)
+        self.max_duration: Time | None = self.timestamp.get(TimeUnit.BATCH if unit is TimeUnit.EPOCH else unit)
 
     def set_dataloader(
         self,
@@ -187,13 +187,13 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, Sequence) else [value]
 
 
-def _read_duration(value: TimeInput) -> Time:
-    time = Time.from_input(value)
-    if time.unit is TimeUnit.DURATION:
+def _read_duration(value: time.TimeInput) -> Time:
+    duration = Time.from_input(value)
+    if duration.unit is TimeUnit.DURATION:
         raise ConfigurationError(
-            f"max_duration={time} is a part of itself; give it in another unit, such as '10ep' or '1000ba'"
+            f"max_duration={duration} is a part of itself; give it in another unit, such as '10ep' or '1000ba'"
         )
-    return time
+    return duration
 
 
 def _length(dataloader: Iterable[Any]) -> int | None:
