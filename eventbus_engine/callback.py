@@ -29,7 +29,16 @@ from eventbus_engine.policy import Circuit, Retry
 if TYPE_CHECKING:
     from eventbus_engine.spool import Spool
 
-__all__ = ["Callback", "HookNameWarning", "background", "bind_hook", "callback", "check_callback", "has_lifetime"]
+__all__ = [
+    "Callback",
+    "HookNameWarning",
+    "background",
+    "bind_hook",
+    "callback",
+    "check_callback",
+    "empty",
+    "has_lifetime",
+]
 
 StateT = TypeVar("StateT", default=Any)
 EventT = TypeVar("EventT", bound=EventName, default=Any)
@@ -262,7 +271,13 @@ def bind_hook(candidate: Any, event: EventName) -> tuple[Callable[..., Any], boo
     if takes_all is not None:
         return takes_all, True
     hook = getattr(target, event.value, None)
-    return (hook, False) if callable(hook) else None
+    return (hook, False) if callable(hook) and getattr(hook, "empty", False) is not True else None
+
+
+def empty(hook: CallbackT) -> CallbackT:
+    """Declare that a hook does nothing: it is there for `super()`, and the engine need not call it."""
+    hook.empty = True  # type: ignore[attr-defined]
+    return hook
 
 
 def overrides(candidate: Any, method: str) -> Callable[..., Any] | None:

@@ -10,7 +10,7 @@ Every error of this package derives from `EventBusError`, so one `except` catche
     │   ├── CycleError                       ordering constraints that contradict each other
     │   └── CallbackInUseError               a callback with a lifetime of its own, open in another engine
     ├── UnknownEventError (ValueError)       a name that is no event of the vocabulary; lists the nearest ones
-    ├── TimeFormatError (ValueError)         a duration that does not parse, or units that do not mix
+    ├── TimeFormatError (ValueError, TypeError, RuntimeError)  a duration that does not parse, or units that do not mix
     ├── PassError (TypeError)                an algorithm pass that did not return a sequence of algorithms
     ├── BatchError (TypeError, ValueError)   a batch the training loop cannot read, split or hand to the model
     ├── TrainingError (RuntimeError)         a run that cannot go on: its loss is not finite
@@ -90,8 +90,12 @@ class UnknownEventError(EventBusError, ValueError):
         self.nearest: tuple[str, ...] = tuple(nearest)
 
 
-class TimeFormatError(EventBusError, ValueError):
-    """A duration does not parse, or two times of different units were mixed."""
+class TimeFormatError(EventBusError, ValueError, TypeError, RuntimeError):
+    """A duration does not parse, or two times of different units were mixed.
+
+    It is all that Composer raises for these: a ValueError for what does not parse, a TypeError for a fraction of what
+    comes whole, a RuntimeError for units that do not mix.
+    """
 
 
 class PassError(EventBusError, TypeError):

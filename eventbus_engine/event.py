@@ -59,6 +59,24 @@ class EventName(StrEnum):
                 (half for half in _halves(member.value) if half[2] in cls._value2member_map_), ("", member.value, "")
             )
 
+    @classmethod
+    def _missing_(cls, value: object) -> Self:
+        """Take names too, and both in any case: `Event("BEFORE_LOSS")`, `Event("Before_Loss")`."""
+        if isinstance(value, str) and not isinstance(value, EventName):
+            lowered = value.lower()
+            for member in cls:
+                if lowered in (member.name.lower(), member.value.lower()):
+                    return member
+            nearest = _nearest(lowered, cls)
+            known = ", ".join(cls.__members__) or "no events"
+            hint = f"did you mean {' or '.join(nearest)}?" if nearest else f"it has {known}"
+            raise UnknownEventError(f"{value!r} is no event of {cls.__name__}; {hint}", nearest)
+        what = f"{type(value).__name__}.{value.name}" if isinstance(value, EventName) else repr(value)
+        raise UnknownEventError(
+            f"{what} is no event of {cls.__name__}; pass one of its members, or the engine that speaks the other "
+            f"vocabulary: Engine(events={type(value).__name__ if isinstance(value, EventName) else '...'})"
+        )
+
     @property
     def is_before_event(self) -> bool:
         """Whether this is the first half of a pair in its vocabulary."""
@@ -180,27 +198,17 @@ _KNOWN_AS = {"training_start": "INIT", "training_end": "FIT_END"}
 
 
 def resolve_event(name: object, events: type[EventNameT]) -> EventNameT:
-    """Turn a member, a value (`before_loss`) or a member's name (`BEFORE_LOSS`) into a member of `events`.
+    """Turn a member, its value (`before_loss`) or its name (`BEFORE_LOSS`), in any case, into a member of `events`.
 
     Raises:
         UnknownEventError: names the offender and the nearest members.
     """
     if isinstance(name, events):
         return name
-    if isinstance(name, str) and not isinstance(name, EventName):
-        if name in events._value2member_map_:
-            return events(name)
-        if name in events.__members__:
-            return events[name]
-        nearest = _nearest(name.lower(), events)
-        known = ", ".join(events.__members__) or "no events"
-        hint = f"did you mean {' or '.join(nearest)}?" if nearest else f"it has {known}"
-        raise UnknownEventError(f"{name!r} is no event of {events.__name__}; {hint}", nearest)
-    what = f"{type(name).__name__}.{name.name}" if isinstance(name, EventName) else repr(name)
-    raise UnknownEventError(
-        f"{what} is no event of {events.__name__}; pass one of its members, or the engine that speaks the other "
-        f"vocabulary: Engine(events={type(name).__name__ if isinstance(name, EventName) else '...'})"
-    )
+    # A member of another vocabulary is not taken for the one that has its value here.
+    if isinstance(name, str) and not isinstance(name, EventName) and name in events._value2member_map_:
+        return events(name)
+    return events._missing_(name)
 
 
 def _nearest(lowered: str, events: type[EventName]) -> list[str]:

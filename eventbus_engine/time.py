@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import total_ordering
-from typing import Any, ClassVar, Generic, TypeAlias
+from typing import Any, ClassVar, Generic, Self, TypeAlias
 
 from typing_extensions import TypeVar
 
@@ -130,7 +130,7 @@ class Time(Generic[NumberT_co]):
     __str__ = to_timestring
 
     def __repr__(self) -> str:
-        return f"Time({self.value}, {self.unit.value!r})"
+        return f"Time({self.value}, TimeUnit.{self.unit.name})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Time, (self.value, self.unit)
@@ -260,21 +260,21 @@ class Timestamp:
         for name, value in checked:
             object.__setattr__(self, name, value)
 
-    def copy(self, **overrides: FieldInput) -> Timestamp:
+    def copy(self, **overrides: FieldInput) -> Self:
         """A timestamp like this one but for `overrides`, given as to the constructor."""
-        return Timestamp(**{name: getattr(self, name) for name in _START} | overrides)
+        return type(self)(**{name: getattr(self, name) for name in _START} | overrides)
 
-    def _advance(self, duration: timedelta | None, **overrides: FieldInput) -> Timestamp:
+    def _advance(self, duration: timedelta | None, **overrides: FieldInput) -> Self:
         took = _ZERO if duration is None else _check_field("batch_wct", duration)
         clocks = {name: getattr(self, name) + took for name in ("total_wct", "iteration_wct", "epoch_wct")}
-        advanced, values = object.__new__(Timestamp), clocks | {"batch_wct": took} | overrides
+        advanced, values = object.__new__(type(self)), clocks | {"batch_wct": took} | overrides
         for name in _START:  # of a timestamp, all of them, so that none needs another check
             object.__setattr__(advanced, name, values[name] if name in values else getattr(self, name))
         return advanced
 
     def to_next_batch(
         self, samples: Time[int] | int = 0, tokens: Time[int] | int = 0, duration: timedelta | None = None
-    ) -> Timestamp:
+    ) -> Self:
         """One batch further.
 
         Args:
@@ -293,7 +293,7 @@ class Timestamp:
             token_in_iteration=self.token_in_iteration + tokens,
         )
 
-    def to_next_epoch(self, tokens: Time[int] | int = 0, duration: timedelta | None = None) -> Timestamp:
+    def to_next_epoch(self, tokens: Time[int] | int = 0, duration: timedelta | None = None) -> Self:
         """One epoch further: what counts within the epoch starts again from 0.
 
         Args:
@@ -308,7 +308,7 @@ class Timestamp:
             **_EPOCH_START,
         )
 
-    def to_next_iteration(self, duration: timedelta | None = None) -> Timestamp:
+    def to_next_iteration(self, duration: timedelta | None = None) -> Self:
         """One iteration further: what counts within the iteration and the epoch starts again from 0.
 
         Args:

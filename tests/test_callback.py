@@ -27,7 +27,7 @@ from eventbus_engine import (
     background,
     callback,
 )
-from eventbus_engine.callback import bind_hook, has_lifetime, overrides, unwrap
+from eventbus_engine.callback import bind_hook, empty, has_lifetime, overrides, unwrap
 from eventbus_engine.logger import is_destination
 
 pytestmark = pytest.mark.anyio
@@ -99,6 +99,20 @@ def test_the_bases_run_event_calls_the_hook_if_there_is_one() -> None:
     assert One().run_event(Ingest.BEFORE_WRITE, "state", "logger") == "state logger"
     assert One().run_event(Ingest.AFTER_WRITE, "state", "logger") is None
     assert One().run_event(Ingest.SNAPSHOT, "state", "logger") is None
+
+
+def test_a_hook_that_is_declared_empty_is_there_to_call_and_not_bound() -> None:
+    """A base may offer hooks for `super()`, and they cost nothing."""
+
+    class Base:
+        @empty
+        def before_write(self, state: Any, logger: Any) -> str:
+            return "nothing"
+
+        def after_write(self, state: Any, logger: Any) -> None: ...
+
+    assert Base().before_write(None, None) == "nothing"
+    assert [bool(bind_hook(Base(), event)) for event in (Ingest.BEFORE_WRITE, Ingest.AFTER_WRITE)] == [False, True]
 
 
 def test_rule_4_8_a_callback_that_does_not_override_an_event_is_not_there() -> None:

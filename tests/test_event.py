@@ -283,10 +283,12 @@ def test_an_engine_speaks_a_vocabulary(offender: Any) -> None:
 
 @pytest.mark.parametrize("event", list(Event))
 def test_an_event_is_found_by_member_value_and_name(event: Event) -> None:
-    """The three ways to say which event is meant."""
+    """The three ways to say which event is meant, text in any case."""
     assert resolve_event(event, Event) is event
     assert resolve_event(event.value, Event) is event
     assert resolve_event(event.name, Event) is event
+    assert resolve_event(event.name.title(), Event) is event
+    assert Event(event.name) is event
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def test_time_strings_round_trip(time: Time) -> None:
 @given(times)
 def test_repr_round_trips(time: Time) -> None:
     """`repr` is the expression that makes the time."""
-    actual = eval(repr(time), {"Time": Time})
+    actual = eval(repr(time), {"Time": Time, "TimeUnit": TimeUnit})
 
     assert actual == time
     assert actual.unit is time.unit
@@ -382,6 +382,18 @@ def test_a_fresh_timestamp_is_zero_in_every_unit() -> None:
     assert timestamp.total_wct == timedelta(0)
 
 
+def test_what_follows_a_timestamp_is_of_its_class() -> None:
+    """Of a class derived from it too."""
+
+    class Mine(Timestamp):
+        __slots__ = ()
+
+    start = Mine(epoch=1)
+    made = [start.copy(batch=1), start.to_next_batch(), start.to_next_epoch(), start.to_next_iteration()]
+
+    assert {type(timestamp) for timestamp in made} == {Mine}
+
+
 def test_a_batch_counts_everywhere() -> None:
     """In the run, the iteration and the epoch, with its samples, tokens and time."""
     start = Timestamp(**EVERY_FIELD)
@@ -514,7 +526,10 @@ def test_a_timestamp_is_immutable_and_copies_as_itself() -> None:
     ("fields", "message"),
     [
         ({"batches": 3}, "'batches' is no field of a timestamp; it has iteration, epoch, batch"),
-        ({"batch": Time(3, "ep")}, r"batch=Time\(3, 'ep'\) is in the wrong unit; give an int, or a Time in ba"),
+        (
+            {"batch": Time(3, "ep")},
+            r"batch=Time\(3, TimeUnit.EPOCH\) is in the wrong unit; give an int, or a Time in ba",
+        ),
         ({"batch": 1.5}, r"1.5 is no amount of time in 'ba' \(BATCH\); it takes a whole number"),
         ({"batch_wct": 1.5}, "batch_wct=1.5 is no wall-clock time; give a timedelta"),
     ],
