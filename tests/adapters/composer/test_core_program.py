@@ -522,7 +522,7 @@ def test_a_timestamp_shows_its_counters(api: Any) -> None:
 def test_an_algorithm_has_to_match_and_apply(api: Any) -> None:
     """It cannot be made without."""
 
-    class HalfAnAlgorithm(api.core.Algorithm):  # type: ignore[misc]
+    class HalfAnAlgorithm(api.core.Algorithm):
         def match(self, event: Any, state: Any) -> bool:
             return True
 
@@ -554,7 +554,7 @@ def test_a_callback_gets_the_events_whose_hooks_it_overrides(api: Any) -> None:
     """By name, with the state and the logger."""
     seen: list[Any] = []
 
-    class Watch(api.core.Callback):  # type: ignore[misc]
+    class Watch(api.core.Callback):
         def __init__(self) -> None:
             super().__init__()
 
@@ -573,7 +573,7 @@ def test_a_callback_that_overrides_run_event_gets_all_of_them_there(api: Any) ->
     """And its hooks are not called."""
     seen: list[str] = []
 
-    class Watch(api.core.Callback):  # type: ignore[misc]
+    class Watch(api.core.Callback):
         def run_event(self, event: Any, state: Any, logger: Any) -> None:
             seen.append(event.value)
 
@@ -672,7 +672,7 @@ def test_match_and_apply_get_the_event_the_state_and_the_logger(api: Any) -> Non
     """The engine's own."""
     seen: list[Any] = []
 
-    class Look(api.core.Algorithm):  # type: ignore[misc]
+    class Look(api.core.Algorithm):
         def match(self, event: Any, state: Any) -> bool:
             seen.append((event, state))
             return True
@@ -893,7 +893,7 @@ def test_an_algorithm_that_raises_ends_the_event(api: Any) -> None:
     """With its own exception; neither later algorithms nor callbacks run."""
     ran: list[str] = []
 
-    class Broken(api.core.Algorithm):  # type: ignore[misc]
+    class Broken(api.core.Algorithm):
         def match(self, event: Any, state: Any) -> bool:
             return True
 
@@ -911,7 +911,7 @@ def test_a_callback_that_raises_ends_the_run_with_its_own_exception(api: Any) ->
     """Whoever trains catches what it is."""
     cause = ValueError("cause")
 
-    class Broken(api.core.Callback):  # type: ignore[misc]
+    class Broken(api.core.Callback):
         def batch_end(self, state: Any, logger: Any) -> None:
             raise KeyError("broken") from cause
 
@@ -924,7 +924,7 @@ def test_a_callback_may_run_another_event(api: Any) -> None:
     """An evaluation inside of a batch."""
     calls: list[str] = []
 
-    class Evaluate(api.core.Callback):  # type: ignore[misc]
+    class Evaluate(api.core.Callback):
         def batch_end(self, state: Any, logger: Any) -> None:
             engine.run_event("eval_start")
             calls.append("evaluated")
@@ -950,7 +950,7 @@ def test_the_engine_says_what_it_runs_when_asked_to_debug(
 ) -> None:
     """With the environment variable ENGINE_DEBUG, and not without."""
 
-    class Watch(api.core.Callback):  # type: ignore[misc]
+    class Watch(api.core.Callback):
         def eval_start(self, state: Any, logger: Any) -> None: ...
 
     engine = make_engine(api, [make_algorithm(api, "Alpha", [])], [Watch()])
