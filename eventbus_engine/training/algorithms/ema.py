@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from eventbus_engine.algorithm import Algorithm
 from eventbus_engine.errors import ConfigurationError
@@ -208,7 +209,7 @@ class EMA(Algorithm[State, Event]):
         _move(self.averages, self._follow(model), {name for name, _ in model.named_buffers()}, self.smoothing)
 
     def _follow(self, model: nn.Module) -> Mapping[str, Tensor]:
-        """Bring the averages to the device and precision of a model that has moved, or that they were loaded for."""
+        """Bring the averages to the device, precision and ranks of a model that has moved, or they were loaded for."""
         tensors = dict(_tensors(model))
         _check_same("EMA: what was averaged", self.averages, model, tensors)
         for name, value in tensors.items():
@@ -225,7 +226,7 @@ class EMA(Algorithm[State, Event]):
         tensors = dict(_tensors(model))
         _check_same("EMA: what was trained before the evaluation", self._training_weights, model, tensors)
         for name, value in tensors.items():
-            value.copy_(self._training_weights[name])
+            value.copy_(_precise(self._training_weights[name], value))
         self._training_weights = {}
 
 
@@ -234,9 +235,13 @@ _UPDATES = {TimeUnit.BATCH: Event.BATCH_END, TimeUnit.EPOCH: Event.EPOCH_END}
 
 
 def _precise(tensor: Tensor, like: Tensor, *, copy: bool = False) -> Tensor:
-    """The tensor on the device of another, and in its type, but float32 at least."""
+    """The tensor on the device of another, cut up like it, and in its type, but float32 at least."""
     dtype = torch.promote_types(like.dtype, torch.float32) if like.is_floating_point() else like.dtype
-    return tensor.to(like.device, dtype, copy=copy)
+    precise = tensor.to(like.device, dtype, copy=copy)
+    if isinstance(like, DTensor) and not isinstance(precise, DTensor):
+        # Loaded, and so whole on every rank: no rank has to tell another its part, but each to let go of the rest.
+        return distribute_tensor(precise, like.device_mesh, like.placements, src_data_rank=None).clone()
+    return precise
 
 
 def _check_start(ema_start: TimeInput) -> Time:

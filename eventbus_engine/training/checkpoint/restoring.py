@@ -43,7 +43,7 @@ def restore(
     Raises:
         CheckpointError: something does not fit; names it. Nothing of the run has been changed then.
     """
-    with _damaged(checkpoint):
+    with state._ranks.loading(), _damaged(checkpoint):
         if strict or not weights_only:
             check_required(checkpoint.values["algorithms"], state.algorithms)
         model = _ModelPlan.make(state.model, checkpoint, strict)
@@ -117,6 +117,7 @@ class _RestPlan:
 
     values: Mapping[str, Any]
     own: Mapping[str, Any] | None
+    seed: int | None
     timestamp: Timestamp
     optimizers: list[OptimizerPlan]
     schedulers: list[tuple[Any, Any]]
@@ -133,15 +134,16 @@ class _RestPlan:
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         own = checkpoint.rank_values(rank)
         _check_values(values)
+        known: Any = own or checkpoint.rank_values(0)
+        seed = check_seed(known["seed"])
         if own is not None:
-            check_seed(own["seed"])
             check_generators(own["generators"])
             if source is not None and own["data"] is not None:
                 source.position.check(own["data"])
         optimizers = _plan_optimizers(state, checkpoint, strict)
         schedulers = _match_schedulers(state.schedulers, values["schedulers"], strict)
         others = ranks != checkpoint.manifest.world_size
-        return _RestPlan(values, own, values["timestamp"], optimizers, schedulers, ranks, others)
+        return _RestPlan(values, own, seed, values["timestamp"], optimizers, schedulers, ranks, others)
 
     def carry_out(self, state: State, source: BatchSource | None) -> None:
         trained = self.values["model"]["trained"]
@@ -156,9 +158,10 @@ class _RestPlan:
         state.timestamp, state.metrics = self.timestamp, dict(self.values["metrics"])
         load_participants(self.values["algorithms"], state.algorithms)
         self._go_to_the_data(source)
+        # Of a rank that there was not, too: what algorithms draw by it has to be the same on all.
+        state.seed = self.seed
         # Last: nothing that draws comes between them and the first batch.
         if self.own is not None:
-            state.seed = self.own["seed"]
             set_generators(self.own["generators"], state.device)
 
     def _go_to_the_data(self, source: BatchSource | None) -> None:

@@ -14,6 +14,7 @@ from eventbus_engine.training.checkpoint.participants import load_participants
 from eventbus_engine.training.checkpoint.reading import Checkpoint, open_checkpoint
 from eventbus_engine.training.checkpoint.restoring import restore
 from eventbus_engine.training.checkpoint.storage import find_checkpoints
+from eventbus_engine.training.ranks import Ranks
 from eventbus_engine.training.state import State
 
 __all__ = ["Resuming"]
@@ -59,11 +60,11 @@ class Resuming:
         Raises:
             CheckpointError: it is damaged, or does not fit the run.
         """
-        own = await state.compute(_open_newest, self.folder) if self.folder is not None else None
+        own = None if self.folder is None else await state.compute(_open_own, state._ranks, self.folder)
         if own is not None:
             await _load(state, own, strict=True, weights_only=False)
         elif self.path is not None:
-            checkpoint = await state.compute(open_checkpoint, self.path)
+            checkpoint = await state.compute(_open, state._ranks, self.path)
             await _load(state, checkpoint, strict=self.strict, weights_only=self.weights_only)
 
 
@@ -72,6 +73,20 @@ async def _load(state: State, checkpoint: Checkpoint, *, strict: bool, weights_o
     await state.compute(restore, state, state._source, checkpoint, strict=strict, weights_only=weights_only)
     if not weights_only:
         load_participants(checkpoint.values["callbacks"], state.callbacks)
+
+
+def _open(ranks: Ranks, path: Path) -> Checkpoint:
+    with ranks.loading():
+        return open_checkpoint(path)
+
+
+def _open_own(ranks: Ranks, folder: Path) -> Checkpoint | None:
+    """One of the run's own. Rank 0 chooses, so that all ranks go on from the same."""
+    if not ranks.together:
+        return _open_newest(folder)
+    newest = _open_newest(folder) if ranks.leads else None
+    told = ranks.hand_down({} if newest is None else {"path": str(newest.path)})
+    return _open(ranks, Path(told["path"])) if told else None
 
 
 def _open_newest(folder: Path) -> Checkpoint | None:

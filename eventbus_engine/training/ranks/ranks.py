@@ -6,8 +6,8 @@ What is a collective is called by the training thread only, and at the same poin
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from eventbus_engine._options import read_option
-from eventbus_engine.errors import BatchError, ConfigurationError
+from eventbus_engine.errors import BatchError, CheckpointError, ConfigurationError
 from eventbus_engine.logger import is_destination
 from eventbus_engine.training.generators import seed_generators
 from eventbus_engine.training.ranks.job import Job, find_job, leave_group, make_group, naming_rank
@@ -192,6 +192,27 @@ class Ranks:
             raise ConfigurationError(
                 f"the train_dataloaders of ranks 0 to {self.job.world_size - 1} have epochs of {told} batches; give "
                 f"each as many, as sampler=ranks.sampler(dataset) does"
+            )
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Have a checkpoint that one rank cannot load refused on all, where the others would go on without it.
+
+        Raises:
+            CheckpointError: naming the ranks that say why, on those that have nothing to say themselves.
+        """
+        failure = None
+        try:
+            yield
+        except CheckpointError as error:
+            failure = error
+        failed = self.gather(failure is not None) if self.together else []
+        if failure is not None:
+            raise failure
+        if any(failed):
+            told = ", ".join(str(rank) for rank, failure in enumerate(failed) if failure)
+            raise CheckpointError(
+                f"rank {told} cannot load the checkpoint, and says why; have all ranks see the same, whole one"
             )
 
     # ---------------------------------------------------------------------------------- collectives, batch by batch

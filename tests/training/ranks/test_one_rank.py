@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from eventbus_engine import BatchError, ConfigurationError, RankError
+from eventbus_engine import BatchError, CheckpointError, ConfigurationError, Event, Logger, RankError
 from eventbus_engine.training import State, Trainer
+from eventbus_engine.training.algorithms import EMA
+from eventbus_engine.training.callbacks import CheckpointSaver
+from eventbus_engine.training.checkpoint import find_checkpoints
+from eventbus_engine.training.checkpoint.storage import delete_checkpoint
 from eventbus_engine.training.ranks.job import Job, find_job, naming_rank
 from eventbus_engine.training.ranks.ranks import Ranks
 
@@ -221,3 +226,66 @@ def test_what_has_been_named_once_stays_as_it_is() -> None:
         raise error
 
     assert caught.value is error
+
+
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
+@pytest.mark.usefixtures("one_rank")
+async def test_a_job_goes_on_from_its_own_newest_checkpoint(
+    make_trainer: MakeTrainer, tmp_path: Path, parallelism: str
+) -> None:
+    """From none where there is none; averages that are loaded whole are cut up as the model is."""
+
+    def make() -> tuple[EMA, Trainer]:
+        ema, saver = EMA(half_life="2ba"), CheckpointSaver(tmp_path, "2ba")
+        return ema, make_trainer(algorithms=[ema], callbacks=[saver], autoresume=True, parallelism=parallelism)
+
+    expected, trainer = make()
+    losses = await losses_of(trainer)
+    for path in find_checkpoints(tmp_path)[1:]:
+        delete_checkpoint(path)
+    ema, trainer = make()
+
+    assert await losses_of(trainer) == losses[2:]
+    for name, average in expected.averages.items():
+        assert isinstance(average, DTensor) == isinstance(ema.averages[name], DTensor) == (parallelism == "fsdp")
+        assert whole(average).tolist() == whole(ema.averages[name]).tolist()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a job of one rank, all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_weights_loaded_whole_are_put_back_into_a_model_that_is_cut_up() -> None:
+    """As a run has them that was saved while the averages were in its model."""
+    dist.init_process_group("gloo")
+    try:
+        model = nn.Linear(4, 3)
+        weights = {name: torch.rand_like(tensor) for name, tensor in model.state_dict().items()}
+        fully_shard(model)
+        ema = EMA()
+        ema.load_state_dict({"averages": {}, "training_weights": weights})
+        ema.apply(Event.BATCH_START, State(model), Logger())
+        assert {name: whole(t).tolist() for name, t in model.state_dict().items()} == {
+            name: tensor.tolist() for name, tensor in weights.items()
+        }
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_checkpoint_that_another_rank_cannot_load_is_refused_here_too() -> None:
+    """By the number of that rank; and one that this rank cannot load by what is wrong with it."""
+    ranks = Ranks("ddp")
+    ranks.gather = lambda value: [value, 0, 1]  # type: ignore[method-assign]
+
+    def load(failure: Exception | None) -> None:
+        with ranks.loading():
+            if failure is not None:
+                raise failure
+
+    with pytest.raises(CheckpointError, match=r"^rank 2 cannot load the checkpoint, and says why"):
+        load(None)
+    with pytest.raises(CheckpointError, match=r"^mine$"):
+        load(CheckpointError("mine"))
