@@ -148,7 +148,11 @@ class TrainingLoop:
     async def _fetch(self) -> Agreement:
         """Put the next batch into the state, if there is one for every rank."""
         state = self.state
-        batch = self._held.pop() if self._held else await self.source.fetch(state.compute, state.device)
+        if self._held:
+            batch = self._held.pop()
+            self.source.position.count()
+        else:
+            batch = await self.source.fetch(state.compute, state.device)
         # Counted now: algorithms may drop samples that the run has seen.
         samples, tokens = (0, 0) if batch is EXHAUSTED else self._count(batch)
         agreed = await self._agree(exhausted=batch is EXHAUSTED, samples=samples, tokens=tokens)
@@ -159,6 +163,7 @@ class TrainingLoop:
                 log.warning("rank %d has data left in epoch %d, but another rank has none", state.rank, epoch)
         elif agreed.over:
             self._held.append(batch)
+            self.source.position.hold()
         else:
             state.batch, self._share = batch, agreed.share
         return agreed

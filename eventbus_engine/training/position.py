@@ -106,17 +106,22 @@ class Position:
         self._loader = loader
         self._is_ahead = isinstance(loader, AsyncIterable)  # by a batch, of the one that is trained on
         self._batches = 0
+        self._is_held = False  # a batch besides, which the loader has given
         self._start: dict[str, Any] | None = None  # of the epoch in progress
         self._has_iterated = False
         self._resume: _Resume | None = None
 
     def count(self) -> None:
         """A batch has been given."""
-        self._batches += 1
+        self._batches, self._is_held = self._batches + 1, False
+
+    def hold(self) -> None:
+        """The batch that has just been given waits to be trained on; it is counted again then."""
+        self._batches, self._is_held = self._batches - 1, True
 
     def end(self) -> None:
         """The epoch is over, or given up."""
-        self._batches, self._start, self._resume = 0, None, None
+        self._batches, self._is_held, self._start, self._resume = 0, False, None, None
 
     def begin(self, device: torch.device) -> Way | None:
         """Before the loader is iterated: note the generators, or say what there is to pass by on the way back."""
@@ -161,7 +166,7 @@ class Position:
             batches = self._resume.way.batches
             return {**self._resume.saved, "batches": batches, "batch_size": _batch_size(self._loader)}
         # Asked before its first iteration, torchdata's would make one, and draw.
-        with_state = has_state(self._loader) and self._has_iterated and not self._is_ahead
+        with_state = has_state(self._loader) and self._has_iterated and not (self._is_ahead or self._is_held)
         return {
             "batches": self._batches,
             "batch_size": _batch_size(self._loader),

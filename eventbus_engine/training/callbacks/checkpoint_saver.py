@@ -23,7 +23,7 @@ from eventbus_engine.training.arguments import INTERVAL_UNITS, check_duration
 from eventbus_engine.training.callbacks._common import check_count, less_is_better
 from eventbus_engine.training.checkpoint.contents import collect
 from eventbus_engine.training.checkpoint.manifest import Manifest
-from eventbus_engine.training.checkpoint.participants import describe_participants
+from eventbus_engine.training.checkpoint.participants import apart, describe_participants
 from eventbus_engine.training.checkpoint.snapshot import Snapshot, take_snapshot
 from eventbus_engine.training.checkpoint.storage import (
     clear_leftovers,
@@ -176,7 +176,7 @@ class CheckpointSaver(Callback[State]):
         failure = await self._written()
         at, metrics = self._measured
         measured = metrics if at == state.timestamp.batch else {}
-        callbacks = describe_participants(state.callbacks)  # here, where they run
+        callbacks = apart(describe_participants(state.callbacks))  # here, where they run
         snapshot = await state.compute(self._take, state, callbacks, measured)
         self._saved_at = _place(state)
         self._retention.lacks_metric &= self.metric not in measured

@@ -34,9 +34,11 @@ __all__ = [
     "Migration",
     "Part",
     "TensorInfo",
+    "being_replaced",
     "describe_file",
     "dump",
     "open_file",
+    "passing",
     "read_json",
 ]
 
@@ -164,7 +166,7 @@ class Manifest:
             raise CheckpointError(f"{path} does not say of which format it is; it is damaged, or from another program")
         try:
             return _from_json(_migrate(content, version, path), version)
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} is no manifest of a checkpoint: {type(error).__name__}: {error}; it is damaged, or from "
                 f"another program"
@@ -291,6 +293,16 @@ def open_file(path: Path) -> BufferedReader:
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
     raise CheckpointError(f"{path} is no file; name the folder of a checkpoint, which holds its files itself")
+
+
+def passing(path: Path, why: str) -> Path:
+    """A name beside a checkpoint that is no checkpoint's."""
+    return path.with_name(f".{path.name}.{why}")
+
+
+def being_replaced(path: Path) -> Path:
+    """Where a checkpoint is while another takes its name; still, if the process ended in between."""
+    return passing(path, "replaced")
 
 
 def describe_file(path: Path) -> FileInfo:

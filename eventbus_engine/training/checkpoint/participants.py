@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from eventbus_engine._options import read_option, unique_names
 from eventbus_engine.errors import CheckpointError
 
-__all__ = ["check_required", "describe_participants", "load_participants"]
+__all__ = ["apart", "check_required", "describe_participants", "load_participants"]
 
 log: logging.Logger = logging.getLogger("eventbus_engine")
 
@@ -39,6 +42,22 @@ def _state_of(participant: Any, name: str) -> Any:
         return state_dict()
     except Exception as error:
         raise CheckpointError(f"{name} could not say what it is made of: {error}; mend its state_dict()") from error
+
+
+def apart(value: Any) -> Any:
+    """What a callback has said of itself, in containers of its own: it goes on while that is being copied.
+
+    Its tensors and arrays are those that it has.
+    """
+    if isinstance(value, Mapping):
+        return {key: apart(item) for key, item in value.items()}
+    if isinstance(value, deque):
+        return deque(map(apart, value), value.maxlen)
+    if isinstance(value, set):
+        return set(value)
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        return (list if isinstance(value, list) else tuple)(map(apart, value))
+    return value
 
 
 def check_required(saved: Mapping[str, Any], algorithms: Sequence[Any]) -> None:

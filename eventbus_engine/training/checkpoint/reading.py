@@ -31,6 +31,7 @@ from eventbus_engine.training.checkpoint.manifest import (
     Manifest,
     Part,
     TensorInfo,
+    being_replaced,
     open_file,
     read_json,
 )
@@ -117,6 +118,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: it is not there, not whole, not as it was written, of a newer format, or no checkpoint.
     """
     path = Path(os.path.realpath(path))  # a link to the latest one may be set to another meanwhile
+    if not path.exists() and being_replaced(path).exists():
+        path = being_replaced(path)
     manifest = Manifest.read(path)
     for name, info in manifest.files.items():
         check_file(path / name, info)

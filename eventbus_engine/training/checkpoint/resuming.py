@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eventbus_engine.errors import CheckpointError, ConfigurationError
+from eventbus_engine.training.checkpoint.manifest import MANIFEST
 from eventbus_engine.training.checkpoint.participants import load_participants
 from eventbus_engine.training.checkpoint.reading import Checkpoint, open_checkpoint
 from eventbus_engine.training.checkpoint.restoring import restore
@@ -90,12 +91,22 @@ def _open_own(ranks: Ranks, folder: Path) -> Checkpoint | None:
 
 
 def _open_newest(folder: Path) -> Checkpoint | None:
-    """The newest that is whole. One that the disk has spoilt since it was written is passed over, and logged."""
+    """The newest that is whole. One that the disk has spoilt since it was written is passed over, and logged.
+
+    Raises:
+        CheckpointError: there are some, and none of them can be read: a run that began anew would replace them.
+    """
     for path in reversed(find_checkpoints(folder)):
         try:
             return open_checkpoint(path)
         except CheckpointError as error:
             log.error("cannot go on from %s, trying the one before it: %s", path, error)
+    spoilt = sorted(found.parent.name for found in folder.glob(f"[!.]*/{MANIFEST}") if not found.parent.is_symlink())
+    if spoilt:
+        raise CheckpointError(
+            f"none of the checkpoints in {folder} can be read: {', '.join(spoilt)}; the log says why; use the release "
+            f"that has written them, or move them away to begin anew"
+        )
     return None
 
 

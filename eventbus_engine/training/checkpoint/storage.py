@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -22,13 +23,17 @@ from eventbus_engine.training.checkpoint.manifest import (
     VALUES,
     FileInfo,
     Manifest,
+    being_replaced,
     describe_file,
     dump,
+    passing,
     read_json,
 )
 from eventbus_engine.training.checkpoint.snapshot import Snapshot
 
 __all__ = ["clear_leftovers", "delete_checkpoint", "find_checkpoints", "link_latest", "write_snapshot"]
+
+log: logging.Logger = logging.getLogger("eventbus_engine")
 
 PATIENCE: Final = 600.0
 """Seconds that rank 0 waits for the other ranks' parts of a checkpoint, which they write at the same time."""
@@ -51,7 +56,7 @@ def write_snapshot(snapshot: Snapshot, path: Path, *, patience: float = PATIENCE
     Raises:
         CheckpointError: it cannot be written, or another rank has failed to.
     """
-    folder = _passing(path, f"{snapshot.nonce}.writing")
+    folder = passing(path, f"{snapshot.nonce}.writing")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _told_by(folder / f"rank{snapshot.rank}"):
@@ -75,11 +80,6 @@ def write_snapshot(snapshot: Snapshot, path: Path, *, patience: float = PATIENCE
                 f"the checkpoint {path} cannot be written: {error}; the ones before it are as they were"
             ) from error
         raise
-
-
-def _passing(path: Path, why: str) -> Path:
-    """A name beside it that is no checkpoint's."""
-    return path.with_name(f".{path.name}.{why}")
 
 
 def _write_files(snapshot: Snapshot, folder: Path) -> dict[str, FileInfo]:
@@ -150,7 +150,7 @@ def _flush(folder: Path) -> None:
 
 def _give_name(folder: Path, path: Path) -> None:
     """Make it the checkpoint of that name; one that it replaces is not gone before it is there."""
-    replaced = _passing(path, "replaced")
+    replaced = being_replaced(path)
     if os.path.lexists(path):
         if not _is_checkpoint(path):
             raise CheckpointError(f"{path} is there already, and is no checkpoint; move it away, or save elsewhere")
@@ -173,7 +173,7 @@ def delete_checkpoint(path: Path) -> None:
     """
     if not _is_checkpoint(path):
         raise CheckpointError(f"{path} is no checkpoint, and is not deleted")
-    doomed = _passing(path, f"{os.urandom(6).hex()}.deleted")
+    doomed = passing(path, f"{os.urandom(6).hex()}.deleted")
     try:
         path.rename(doomed)
     except OSError as error:
@@ -187,7 +187,7 @@ def link_latest(link: Path, path: Path) -> None:
     Raises:
         CheckpointError: it cannot be made: there is something else of that name, or the disk has no links.
     """
-    made = _passing(link, f"{os.urandom(6).hex()}.link")
+    made = passing(link, f"{os.urandom(6).hex()}.link")
     try:
         made.symlink_to(path.name)
         made.replace(link)
@@ -207,14 +207,14 @@ def clear_leftovers(folder: Path) -> None:
         CheckpointError: what was being replaced cannot be put back.
     """
     for entry in sorted(folder.glob(".*")):
-        passing = _PASSING.fullmatch(entry.name)
-        if passing is None:
+        leftover = _PASSING.fullmatch(entry.name)
+        if leftover is None:
             continue
         if entry.is_symlink():
             entry.unlink(missing_ok=True)
         elif _is_only_one(entry):
             try:
-                entry.rename(folder / passing["name"])
+                entry.rename(folder / leftover["name"])
             except OSError as error:
                 raise CheckpointError(f"{entry} cannot be made the checkpoint that it was: {error}") from error
         else:
@@ -231,7 +231,7 @@ def find_checkpoints(folder: Path) -> list[Path]:
     """The whole checkpoints in a folder, the one of the least batches first. Links and others' folders are left out.
 
     Whole by their names and sizes, which is what a killed process could leave otherwise; a disk that has lost some of
-    their bytes is found out by `open_checkpoint`. One that was being replaced when its process was killed is still
+    their bytes is found out by `open_checkpoint`. What is left out though it has a manifest is logged. One that was being replaced when its process was killed is still
     there, under a name that `clear_leftovers` takes back.
     """
     found: list[tuple[tuple[int | float, ...], Path]] = []
@@ -241,8 +241,11 @@ def find_checkpoints(folder: Path) -> list[Path]:
         try:
             manifest = Manifest.read(path)
             whole = all((path / name).lstat().st_size == info.size for name, info in manifest.files.items())
-        except (CheckpointError, OSError):
-            continue  # not by this format, damaged, or just being deleted: nothing to go on from
+        except (CheckpointError, OSError) as error:
+            log.warning("%s is left out: %s", path, error)  # of a newer format, damaged, or just being deleted
+            continue
         if whole:
             found.append((manifest.position, path))
+        else:
+            log.warning("%s is left out: one of its files has another size than it was written with", path)
     return [path for _, path in sorted(found)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import anyio
 import pytest
 import torch
 
-from eventbus_engine import Callback, CallbackErrors
+from eventbus_engine import Algorithm, Callback, CallbackErrors, Event
 from eventbus_engine.errors import CheckpointError, ConfigurationError
 from eventbus_engine.time import Timestamp
 from eventbus_engine.training import State, Trainer
@@ -76,6 +77,27 @@ async def test_what_is_saved_is_the_model_as_it_was_then(make_trainer: Make, tmp
         kept = torch.zeros_like(weight)
         open_checkpoint(tmp_path / name).read({"model.0.weight": kept})
         assert kept.equal(weight), name
+
+
+async def test_what_a_callback_says_is_what_it_was_then(make_trainer: Make, tmp_path: Path) -> None:
+    """It goes on beside the copy that is made on the training thread: here an algorithm stands for that."""
+    notes: dict[str, list[int]] = {"of": []}
+
+    class Notes(Callback[State]):
+        def state_dict(self) -> dict[str, Any]:
+            return {"notes": notes, "more": (deque([notes["of"]], 1), torch.Size([2]), {1})}
+
+    class Later(Algorithm[State, Event]):
+        def match(self, event: Event, state: State) -> bool:
+            return False
+
+        def state_dict(self) -> None:
+            notes["of"].append(1)
+
+    await make_trainer(max_duration="1ba", algorithms=[Later()], callbacks=[Notes(), CheckpointSaver(tmp_path)]).fit()
+
+    state = open_checkpoint(tmp_path / "latest").values["callbacks"]["notes"]["state"]
+    assert state == {"notes": {"of": []}, "more": (deque([[]], 1), torch.Size([2]), {1})}
 
 
 async def test_one_that_comes_by_again_is_replaced(make_trainer: Make, tmp_path: Path) -> None:

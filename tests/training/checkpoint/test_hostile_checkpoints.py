@@ -283,6 +283,15 @@ def test_what_is_harmful_is_refused_by_what_is_wrong_with_it(name: str, checkpoi
     find_checkpoints(checkpoint.parent)
 
 
+def test_what_is_nested_too_deeply_is_refused_wherever_that_is_noticed(checkpoint: Path) -> None:
+    """The limit may lie between what can be parsed and what can be hashed."""
+    for depth in range(sys.getrecursionlimit() - 200, sys.getrecursionlimit()):
+        text = f'{{"format": 1, "sha256": "", "files": {"[" * depth}{"]" * depth}}}'
+        (checkpoint / "manifest.json").write_text(text, encoding="utf-8")
+        with pytest.raises(CheckpointError):
+            open_checkpoint(checkpoint)
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="making a device takes root")
 def test_a_device_is_refused(checkpoint: Path) -> None:
     """One that would give zeros for ever."""

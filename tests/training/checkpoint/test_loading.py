@@ -355,6 +355,33 @@ async def test_tied_weights_are_kept_once_and_extra_state_with_them(
     assert (model.calls, model.first.weight is model.second.weight) == (3, True)
 
 
+class Counting(nn.Linear):
+    """Says what it is made of by copies, as metrics of torchmetrics do."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(inputs)
+
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        return {name: value.detach().clone() for name, value in super().state_dict(*arguments, **options).items()}
+
+
+async def test_what_a_module_says_by_copies_gets_into_the_module(
+    save: Callable[..., Any], make_trainer: MakeTrainer
+) -> None:
+    """What is read into a copy is not in the model yet."""
+    path = await save(**adam_of(Counting()))
+    model = Counting()
+    await make_trainer(**adam_of(model), load_path=path).fit("1ba")
+
+    assert model.count.item() == 3
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -502,6 +529,20 @@ async def test_autoresume_goes_on_from_the_newest_whole_checkpoint(
 
     assert (first, second, third, fourth) == (0, (0, 2), 4, 3)
     assert "cannot go on from" in caplog.text
+
+
+async def test_autoresume_does_not_begin_anew_over_checkpoints_that_it_cannot_read(
+    save: Callable[..., Any], make_trainer: MakeTrainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would replace them one by one: those of a newer release, or all that the disk has spoilt."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (await save()).rename(folder / "two")
+    (folder / "two" / "manifest.json").write_text('{"format": 1000}')
+
+    with pytest.raises(CheckpointError, match="none of the checkpoints in .*run can be read: two; .*move them away"):
+        await make_trainer(callbacks=[CheckpointSaver(folder)], autoresume=True).fit("1ba")
+    assert "is of format 1000" in caplog.text
 
 
 def test_autoresume_needs_a_saver(make_trainer: MakeTrainer) -> None:

@@ -104,6 +104,16 @@ def test_what_a_killed_process_has_left_is_removed_and_what_it_was_replacing_com
     assert [path.name for path in find_checkpoints(tmp_path)] == ["one"]
 
 
+def test_one_that_was_being_replaced_is_opened_by_its_name(tmp_path: Path) -> None:
+    """Whoever is killed in between leaves the one before usable, by the link to it as well."""
+    write_snapshot(take_snapshot(contents(3)), tmp_path / "one")
+    (tmp_path / "latest").symlink_to("one")
+    (tmp_path / "one").rename(tmp_path / ".one.replaced")
+
+    for name in ("one", "latest"):
+        assert open_checkpoint(tmp_path / name).path == tmp_path / ".one.replaced"
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     """And nothing is left of the attempt."""
     (tmp_path / "file").write_text("")

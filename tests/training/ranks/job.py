@@ -38,6 +38,7 @@ from eventbus_engine.training.algorithms import (
     MixUp,
     SelectiveBackprop,
 )
+from eventbus_engine.training.callbacks import CheckpointSaver
 
 Facts = dict[str, Any]
 SCENARIOS: dict[str, Callable[[], Awaitable[Facts]]] = {}
@@ -300,6 +301,31 @@ async def stopped() -> Facts:
             await trainer.fit(f"{16 - int(trainer.state.timestamp.batch)}ba")
             ends.append(int(trainer.state.timestamp.batch))
     return {"ends": ends, "samples": [whole.samples, watch.samples]}
+
+
+class Seen(Watch):
+    """Notes the batches that there were, as a sum of each one's features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[float] = []
+
+    def after_dataloader(self, state: State, logger: Any) -> None:
+        """Before an algorithm could change it."""
+        self.batches.append(float(state.batch[0].sum()))
+
+
+@scenario
+async def held() -> Facts:
+    """One rank stops all, and a run that resumes goes on with the batch that the other had fetched already."""
+    folder = Path(sys.argv[1]) / "held"
+    whole, first, second = Seen(), Seen(), Seen()
+    await curve(8, whole).fit("6ba")
+    cut = curve(8, first)
+    cut.state.callbacks += [StopOnce(0, 2), CheckpointSaver(folder)]
+    await cut.fit("6ba")
+    await curve(8, second, load_path=folder / "latest").fit("4ba")
+    return {"whole": whole.batches, "cut": [*first.batches, *second.batches]}
 
 
 class StopAtEpoch(Callback[State]):

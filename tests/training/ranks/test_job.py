@@ -153,6 +153,12 @@ def test_one_rank_stops_all_and_no_batch_is_lost(job: dict[str, Any]) -> None:
         assert stopped == whole
 
 
+def test_the_batch_that_was_fetched_is_not_lost_to_a_run_that_resumes(job: dict[str, Any]) -> None:
+    """A checkpoint is at the batches that were trained on."""
+    for rank in job["held"]:
+        assert rank["cut"] == rank["whole"]
+
+
 def test_a_rank_without_data_takes_the_others_along(job: dict[str, Any], program: dict[str, Any]) -> None:
     """The epoch ends for all, and batches of different size count by their samples: as the samples of one batch."""
     sizes = program["cut"]([5, 3, 2, 6, 4, 4])
