@@ -50,7 +50,7 @@ bench: $(VENV)/bench.stamp  ## measure, beside the peers; prints tables, writes 
 	$(BIN)/python tests/benchmarks/run.py --svg benchmarks.svg
 
 figures: $(VENV)/bench.stamp  ## measure what docs/performance.md shows, and write it there; PYTHONS= names more interpreters
-	$(BIN)/python tests/benchmarks/run.py dispatch prototypes scale training versions $(FIGURES) $(PYTHONS:%=--python %)
+	$(BIN)/python tests/benchmarks/run.py dispatch prototypes scale training checkpoints adapters versions $(FIGURES) $(PYTHONS:%=--python %)
 
 effects: $(VENV)/dev.stamp  ## measure what each algorithm does to a training run, and write it into docs/algorithms
 	$(BIN)/python tests/benchmarks/run.py effects --page docs/algorithms

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 from loops import Count, Job
+from tables import Table
 
 from eventbus_engine import Callback, Engine
 from eventbus_engine.errors import ConfigurationError
@@ -28,12 +29,14 @@ Train: TypeAlias = Callable[[Job, Engine[Any] | None], None]
 SAMPLES, STEPS, WARM_UP = 16, 60, 10
 
 
-def measure(*, rounds: int = 31) -> Iterator[tuple[str, float, str, float | None]]:
-    """A row for each adapter whose peer is installed.
+def measure(*, rounds: int = 31) -> Iterator[tuple[str, float, str, float | None] | Table]:
+    """A row for each adapter whose peer is installed, and the table of them.
 
     Args:
         rounds: turns of each loop.
     """
+    rows: list[list[str]] = []
+    figures: dict[str, Any] = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -42,8 +45,12 @@ def measure(*, rounds: int = 31) -> Iterator[tuple[str, float, str, float | None
             added = statistics.median(added_seconds(train, rounds)) * 1e6
             yield f"{title}: added to a step of {events} events", added, "us", None
             yield f"{title}: added for an event", added / events, "us", None
+            rows.append([title, str(events), f"{added:.0f}", f"{added / events:.1f}"])
+            figures[title] = {"events": events, "added_us": added}
     finally:
         torch.set_num_threads(threads)
+    head = ["", "events in a step", "added to a step, µs", "for an event, µs"]
+    yield Table("adapters", "What an adapter adds to its peer's own loop", head, rows, figures)
 
 
 def adapters() -> Iterator[tuple[str, Train]]:
