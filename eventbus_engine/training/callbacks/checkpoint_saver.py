@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -212,6 +212,13 @@ class CheckpointSaver(Callback[State]):
         clear_leftovers(self.folder)
         saved = [(path, Manifest.read(path)) for path in find_checkpoints(self.folder)]
         # It goes on from one of them. Without that they are others', whatever they are called.
+        ahead = [path.name for path, manifest in saved if manifest.position > _position(now.state_dict())]
+        if ahead:
+            log.warning(
+                "%s has checkpoints of a run that got further, %s: autoresume would go on from them; move them away",
+                self.folder,
+                ", ".join(ahead),
+            )
         begun = next((manifest for _, manifest in saved if manifest.timestamp == now.state_dict()), None)
         if begun is not None:
             for path, manifest in saved:
@@ -225,8 +232,7 @@ class CheckpointSaver(Callback[State]):
         log.info("saved the checkpoint %s", path)
         if self.latest is not None:
             link_latest(self.folder / self.latest, path)
-        place = tuple(snapshot.timestamp[counter] for counter in ("batch", "epoch", "iteration"))
-        self._retention.add(_Saved(path, place, snapshot.measured.get(self.metric or "")))
+        self._retention.add(_Saved(path, _position(snapshot.timestamp), snapshot.measured.get(self.metric or "")))
         for doomed in self._retention.drop():
             if doomed.exists():  # else somebody has tidied up
                 delete_checkpoint(doomed)
@@ -234,6 +240,10 @@ class CheckpointSaver(Callback[State]):
 
 def _place(state: State) -> tuple[Time[int], Time[int]]:
     return state.timestamp.batch, state.timestamp.epoch
+
+
+def _position(timestamp: Mapping[str, int | float]) -> tuple[int | float, ...]:
+    return tuple(timestamp[counter] for counter in ("batch", "epoch", "iteration"))
 
 
 def _name(filename: str, timestamp: Timestamp) -> str:

@@ -95,7 +95,7 @@ class _ModelPlan:
         return _ModelPlan(tensors, {name: saved[name] for name in extra if name in saved})
 
     def carry_out(self, model: nn.Module) -> None:
-        """The tensors have been read in place, or into copies; both and what modules keep besides are theirs to take."""
+        """The tensors have been read in place, or into copies; both and all else is for the modules to take."""
         loaded = model.state_dict()
         loaded.update({name.removeprefix("model."): tensor for name, tensor in self.tensors.items()})
         loaded.update(self.extra)

@@ -231,8 +231,8 @@ def find_checkpoints(folder: Path) -> list[Path]:
     """The whole checkpoints in a folder, the one of the least batches first. Links and others' folders are left out.
 
     Whole by their names and sizes, which is what a killed process could leave otherwise; a disk that has lost some of
-    their bytes is found out by `open_checkpoint`. What is left out though it has a manifest is logged. One that was being replaced when its process was killed is still
-    there, under a name that `clear_leftovers` takes back.
+    their bytes is found out by `open_checkpoint`. What is left out though it has a manifest is logged. One that was
+    being replaced when its process was killed is still there, under a name that `clear_leftovers` takes back.
     """
     found: list[tuple[tuple[int | float, ...], Path]] = []
     for path in folder.iterdir() if folder.is_dir() else ():

@@ -171,6 +171,18 @@ async def test_a_run_that_goes_on_takes_over_what_it_goes_on_from(make_trainer: 
     assert names(tmp_path) == ["ba4", "ba5", "on5", "ba6"]
 
 
+async def test_checkpoints_that_are_further_than_the_run_are_named(
+    make_trainer: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of another run in the same folder, or of the same one that has been set back: a restart would take them."""
+    await make_trainer(callbacks=[CheckpointSaver(tmp_path)]).fit()
+    before = caplog.text
+    await make_trainer(callbacks=[CheckpointSaver(tmp_path)], load_path=tmp_path / "ep1-ba3").fit()
+
+    assert "got further" not in before
+    assert "a run that got further, ep2-ba6: autoresume would go on from them" in caplog.text
+
+
 async def test_what_a_killed_run_has_left_is_cleared(make_trainer: Make, tmp_path: Path) -> None:
     """By the next run in the folder, before it saves anything."""
     (tmp_path / ".ba1.0123456789ab.writing").mkdir()
