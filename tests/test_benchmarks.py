@@ -25,7 +25,7 @@ def measure(name: str, folder: Path, *options: str, table: str | None = None) ->
         [sys.executable, str(RUN), name, "--rounds", "2", "--sample-ms", "0.01", "--json", str(file), *options],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

@@ -60,7 +60,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 class Collector:
-    """A collector of OTLP/HTTP in protobuf on a free port. It counts spans, and says when the first batch's have come."""
+    """A collector of OTLP/HTTP in protobuf on a free port. It counts spans, and says when a batch's have come."""
 
     def __init__(self) -> None:
         collector = self
