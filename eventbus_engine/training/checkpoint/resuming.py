@@ -85,7 +85,8 @@ def _open_own(ranks: Ranks, folder: Path) -> Checkpoint | None:
     """One of the run's own. Rank 0 chooses, so that all ranks go on from the same."""
     if not ranks.together:
         return _open_newest(folder)
-    newest = _open_newest(folder) if ranks.leads else None
+    with ranks.loading():
+        newest = _open_newest(folder) if ranks.leads else None
     told = ranks.hand_down({} if newest is None else {"path": str(newest.path)})
     return _open(ranks, Path(told["path"])) if told else None
 

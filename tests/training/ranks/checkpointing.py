@@ -190,16 +190,20 @@ def load(folder: Path, rank: int) -> Facts:
     for way in WAYS:
         own, common = folder / f"autoresume-{way}-{rank}", folder / f"autoresume-{way}"
         facts[common.name], _ = train(common, 8, parallelism=way, autoresume=True, looks_in=own, seed=99)
-    facts["damaged"] = refusal(folder, folder / "damaged")
-    facts["damaged for one"] = refusal(folder, folder / ("damaged" if rank else f"ddp/{SAVED[0]}"))
+    facts["damaged"] = refusal(folder, load_path=folder / "damaged")
+    facts["damaged for one"] = refusal(folder, load_path=folder / ("damaged" if rank else f"ddp/{SAVED[0]}"))
+    newer = folder / f"newer-{rank}" / "checkpoint"
+    newer.mkdir(parents=True)
+    (newer / "manifest.json").write_text('{"format": 1000}', encoding="utf-8")
+    facts["newer"] = refusal(folder, autoresume=True, looks_in=newer.parent)
     facts["left"] = not dist.is_initialized()
     return facts
 
 
-def refusal(folder: Path, path: Path) -> str:
+def refusal(folder: Path, **arguments: Any) -> str:
     """What is said of a checkpoint that cannot be loaded."""
     try:
-        train(folder / "never", 8, load_path=path)
+        train(folder / "never", 8, **arguments)
     except CheckpointError as error:
         return str(error)
     return "loaded"

@@ -179,6 +179,14 @@ def test_a_checkpoint_that_one_rank_cannot_load_is_refused_on_the_others_too(loa
     assert "rank1.safetensors is not as it was written" in second
 
 
+def test_a_folder_that_rank_0_cannot_read_is_refused_on_the_others_too(loaded: dict[str, list[Any]]) -> None:
+    """Only rank 0 looks into it, and the others hear that there is nothing to wait for."""
+    first, second = loaded["newer"]
+
+    assert "can be read: checkpoint" in first
+    assert "rank 0 cannot load the checkpoint" in second
+
+
 def test_a_checkpoint_of_two_ranks_says_so(saved: Any, folder: Path) -> None:
     """Each rank has written a part of what is cut up, and rank 0 all of what is not."""
     whole, parts = (open_checkpoint(folder / way / EARLY) for way in WAYS)
