@@ -63,9 +63,11 @@ class EventName(StrEnum):
     def _missing_(cls, value: object) -> Self:
         """Take names too, and both in any case: `Event("BEFORE_LOSS")`, `Event("Before_Loss")`."""
         if isinstance(value, str) and not isinstance(value, EventName):
+            if value in cls.__members__:
+                return cls[value]
             lowered = value.lower()
-            for member in cls:
-                if lowered in (member.name.lower(), member.value.lower()):
+            for name, member in cls.__members__.items():
+                if lowered in (name.lower(), member.value.lower()):
                     return member
             nearest = _nearest(lowered, cls)
             known = ", ".join(cls.__members__) or "no events"

@@ -291,6 +291,18 @@ def test_an_event_is_found_by_member_value_and_name(event: Event) -> None:
     assert Event(event.name) is event
 
 
+def test_a_name_as_it_is_written_comes_before_one_in_another_case() -> None:
+    """And an alias is a name, too."""
+
+    class Odd(EventName):
+        OVER = "stop"
+        STOP = "write_end"
+        DONE = "write_end"
+
+    assert resolve_event("STOP", Odd) is Odd.STOP
+    assert resolve_event("DONE", Odd) is resolve_event("done", Odd) is Odd.STOP
+
+
 @pytest.mark.parametrize(
     ("name", "nearest", "hint"),
     [

@@ -46,6 +46,8 @@ class StateOfOurs(composer.core.State):  # type: ignore[misc]
         if ours is None or name not in _SHARED:
             super().__setattr__(name, value)
         else:
+            if name == "max_duration" and isinstance(value, str):
+                value = Time.from_timestring(value)
             setattr(ours, name, _to_ours(value))
 
     def __getattribute__(self, name: str) -> Any:

@@ -7,15 +7,14 @@ import signal
 import threading
 from typing import Any
 
+from eventbus_adapters import _peer
 from eventbus_engine.errors import ConfigurationError
 from eventbus_engine.event import Event
 
 __all__ = ["OURS", "SUPPORTED", "THEIRS", "composer", "load_composer"]
 
-SUPPORTED = "0.32"
-"""The series of Composer's versions that the adapter is tested with."""
-
-CURE = "pip install 'eventbus-engine[composer]'"
+SUPPORTED = "0.32", "0.33"
+"""The versions that the adapter is tested with: from the first up to, not including, the second."""
 
 
 def load_composer() -> Any:
@@ -32,16 +31,14 @@ def load_composer() -> Any:
         peer = importlib.import_module("composer")
     except Exception as error:
         raise ConfigurationError(
-            f"the composer adapter needs MosaicML Composer {SUPPORTED}, which cannot be imported here "
-            f"({type(error).__name__}: {error}); {CURE}"
+            f"the composer adapter needs MosaicML Composer {SUPPORTED[0]}, which cannot be imported here "
+            f"({type(error).__name__}: {error}); pip install 'eventbus-engine[composer]'"
         ) from error
     finally:
         for number, handler in handlers.items():
             if main and handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
-    version = getattr(peer, "__version__", "of no version")
-    if not version.startswith(f"{SUPPORTED}."):
-        raise ConfigurationError(f"the composer adapter goes with Composer {SUPPORTED}, and this is {version}; {CURE}")
+    _peer.check_version("mosaicml", "composer", *SUPPORTED, installed=str(getattr(peer, "__version__", "")))
     return peer
 
 

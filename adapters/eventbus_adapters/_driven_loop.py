@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,6 @@ class DrivenLoop(TorchLoop):
 
     def __init__(self, subject: Driven, state: Any) -> None:
         super().__init__(subject, state)
-        self._kept: tuple[Any, ...] = ()
         self._goal = getattr(state, "max_duration", None)
 
     @property
@@ -105,12 +105,24 @@ class DrivenLoop(TorchLoop):
             return Event.EVAL_BEFORE_FORWARD
         return super()._section(event)
 
-    def begin_eval(self) -> None:
-        """One or several evaluators are about to run."""
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """One or several evaluators run. One that fails is given up: whoever catches its error may go on training."""
         state = self.state
-        self._kept = state.batch, state.outputs, state.loss
+        kept = state.batch, state.outputs, state.loss
         blocking(self._enter("eval", Plain(self._tracing.unit("eval"))))
-        blocking(self._enter(Event.EVAL_BEFORE_ALL, self._pair(Event.EVAL_BEFORE_ALL)))
+        try:
+            blocking(self._enter(Event.EVAL_BEFORE_ALL, self._pair(Event.EVAL_BEFORE_ALL)))
+            yield
+            blocking(self._leave(Event.EVAL_BEFORE_ALL))
+        except BaseException as error:
+            self._parts.forget()
+            blocking(self._leave("eval", error))
+            raise
+        else:
+            blocking(self._leave("eval"))
+        finally:
+            state.batch, state.outputs, state.loss = kept
 
     def begin_evaluator(self) -> None:
         """One of them begins."""
@@ -137,12 +149,6 @@ class DrivenLoop(TorchLoop):
             self.state.metrics = {}
         self.state.metrics |= {f"metrics/{label}/{name}": value for name, value in metrics.items()}
         blocking(self._leave(Event.EVAL_START))
-
-    def end_eval(self) -> None:
-        """All of them are through."""
-        blocking(self._leave(Event.EVAL_BEFORE_ALL))
-        blocking(self._leave("eval"))
-        self.state.batch, self.state.outputs, self.state.loss = self._kept
 
 
 @dataclass(eq=False, kw_only=True)

@@ -165,13 +165,12 @@ class TrainerRun:
     def _evaluate(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._depth:
             return method(*args, **kwargs)
-        self.loop.begin_eval()
-        self._depth = 1
-        try:
-            metrics = method(*args, **kwargs)
-        finally:
-            self._depth = 0
-        self.loop.end_eval()
+        with self.loop.evaluation():
+            self._depth = 1
+            try:
+                metrics = method(*args, **kwargs)
+            finally:
+                self._depth = 0
         self._trainer.control.should_training_stop |= self.loop.stopped
         return metrics
 

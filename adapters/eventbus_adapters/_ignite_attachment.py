@@ -57,7 +57,7 @@ class Attachment:
         for label, evaluator in evaluators.items():
             self._handles.append(evaluator.add_event_handler(Events.ITERATION_STARTED, self._begin_eval_batch))
             self._handles.append(evaluator.add_event_handler(Events.ITERATION_COMPLETED, self._end_eval_batch))
-            self._wrap_run(evaluator, functools.partial(self._evaluate, label))
+            self._wrap_run(evaluator, functools.partial(self._evaluate, label, evaluator))
 
     @property
     def state(self) -> Any:
@@ -153,15 +153,15 @@ class Attachment:
 
     # ----------------------------------------------------------------------------------------------------- evaluation
 
-    def _evaluate(self, label: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _evaluate(self, label: str, evaluator: IgniteEngine, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         loop = self._loop
         if loop is None:
             return run(*args, **kwargs)
-        loop.begin_eval()
-        loop.begin_evaluator()
-        state = run(*args, **kwargs)
-        loop.end_evaluator(label, state.metrics)
-        loop.end_eval()
+        with loop.evaluation():
+            loop.begin_evaluator()
+            state = run(*args, **kwargs)
+            # Run again after an error, ignite returns nothing.
+            loop.end_evaluator(label, evaluator.state.metrics)
         return state
 
     def _begin_eval_batch(self, evaluator: IgniteEngine) -> None:

@@ -45,8 +45,8 @@ HOOKS: dict[Event, tuple[str, ...]] = {
 """What each event is to a callback of Lightning's, in the order of the calls."""
 
 FOLLOWED = (
-    *(Event.EPOCH_START, Event.BATCH_START, Event.EVAL_STANDALONE_START, Event.EVAL_START, Event.EVAL_END),
-    *(Event.EVAL_STANDALONE_END, Event.PREDICT_START, Event.PREDICT_END),
+    *(Event.FIT_START, Event.EPOCH_START, Event.BATCH_START, Event.EVAL_STANDALONE_START, Event.EVAL_START),
+    *(Event.EVAL_END, Event.EVAL_STANDALONE_END, Event.PREDICT_START, Event.PREDICT_END),
 )
 """The events by which the stand-in for the trainer keeps up with ours."""
 
@@ -185,7 +185,9 @@ class TrainerStandIn:
     def _keep_up(self, event: Event) -> None:
         """Where the run is, as Lightning counts: a batch and an epoch go on until their last hook."""
         state = self._state
-        if event == Event.EPOCH_START:
+        if event == Event.FIT_START:
+            self._told = False
+        elif event == Event.EPOCH_START:
             self.current_epoch = int(state.timestamp.epoch)
         elif event == Event.BATCH_START:
             self.batch_idx = int(state.timestamp.batch_in_epoch)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 from types import ModuleType
 
-from eventbus_engine.errors import ConfigurationError
+from eventbus_adapters import _peer
 
 __all__ = ["find_peer"]
 
 NAMES = ("pytorch_lightning", "lightning.pytorch")
-OLDEST, BEFORE = (2, 5), (3, 0)
+VERSIONS = "2.5", "3"
+"""From the first up to, not including, the second."""
 
 
 def find_peer() -> ModuleType:
@@ -26,19 +26,6 @@ def find_peer() -> ModuleType:
             peer = importlib.import_module(name)
         except ImportError:
             continue
-        _check_version(name, str(getattr(peer, "__version__", "")))
+        _peer.check_version(name, "lightning", *VERSIONS, installed=str(getattr(peer, "__version__", "")))
         return peer
-    raise ConfigurationError(
-        "eventbus_adapters.lightning needs Lightning, which is not installed: pip install 'eventbus-engine[lightning]' "
-        "for pytorch_lightning, or pip install lightning"
-    )
-
-
-def _check_version(name: str, version: str) -> None:
-    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if not OLDEST <= found < BEFORE:
-        raise ConfigurationError(
-            f"eventbus_adapters.lightning goes with Lightning {'.'.join(map(str, OLDEST))} up to, not including, "
-            f"{'.'.join(map(str, BEFORE))}, and {name} is {version or 'of no version'}: "
-            f"pip install 'eventbus-engine[lightning]'"
-        )
+    raise _peer.missing("Lightning, as pytorch_lightning or lightning,", "lightning")

@@ -18,17 +18,26 @@ def missing(peer: str, extra: str) -> ConfigurationError:
     )
 
 
-def check_version(peer: str, extra: str, low: str, high: str) -> None:
+def check_version(peer: str, extra: str, low: str, high: str | None = None, *, installed: str | None = None) -> None:
     """Refuse another version of a peer than those from `low` up to, not including, `high`.
+
+    Args:
+        peer: the name that it is installed by.
+        extra: that brings it.
+        low: the oldest version.
+        high: the first that is too new; by default none is.
+        installed: the version that is there, where the peer says so itself; by default that of its package.
 
     Raises:
         ConfigurationError: naming the version and those that it may be.
     """
-    installed = metadata.version(peer)
-    if not _numbers(low) <= _numbers(installed) < _numbers(high):
+    version = metadata.version(peer) if installed is None else installed
+    found = _numbers(version)
+    if found < _numbers(low) or (high is not None and found >= _numbers(high)):
         raise ConfigurationError(
-            f"{peer} {installed} is installed, but eventbus_adapters.{extra} goes with {low} up to, not including, "
-            f"{high}; install one with: pip install 'eventbus-engine[{extra}]'"
+            f"{peer} {version or 'of no version'} is installed, but eventbus_adapters.{extra} goes with {low} "
+            f"{'or newer' if high is None else f'up to, not including, {high}'}; install one with: "
+            f"pip install 'eventbus-engine[{extra}]'"
         )
 
 

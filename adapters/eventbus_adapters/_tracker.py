@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 from eventbus_adapters._pixels import copy_images
 from eventbus_engine.callback import Delivery
-from eventbus_engine.errors import ConfigurationError, DeliveryError
+from eventbus_engine.errors import DeliveryError
 from eventbus_engine.logger import LoggerDestination
 from eventbus_engine.loggers.plain import plain
 from eventbus_engine.loggers.records import RecordDestination
@@ -24,9 +23,7 @@ __all__ = [
     "FileTracker",
     "Tracker",
     "check_numbers",
-    "check_version",
     "draw_elsewhere",
-    "missing",
     "numbers",
 ]
 
@@ -171,25 +168,6 @@ def _is_number(value: Any) -> bool:
         return isinstance(value, int | float) and float(value) is not None
     except OverflowError:
         return False
-
-
-def check_version(peer: str, version: str, least: tuple[int, int], extra: str) -> None:
-    """Refuse a client that is too old.
-
-    Raises:
-        ConfigurationError: naming both versions, and the way out.
-    """
-    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if found < least:
-        raise ConfigurationError(
-            f"{peer} {version} is too old: it takes {least[0]}.{least[1]} or newer; "
-            f'pip install --upgrade "eventbus-engine[{extra}]"'
-        )
-
-
-def missing(tracker: str, extra: str) -> ConfigurationError:
-    """The error for a client that is not installed."""
-    return ConfigurationError(f'{tracker} needs the extra "{extra}": pip install "eventbus-engine[{extra}]"')
 
 
 def draw_elsewhere(*modules: str) -> None:

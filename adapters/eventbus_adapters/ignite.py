@@ -62,7 +62,8 @@ def use_engine(
     """
     check_version()
     others = dict(evaluators or {})
-    for name, each in {"trainer": trainer, **others}.items():
+    seen: list[object] = []
+    for name, each in [("trainer", trainer), *others.items()]:
         if not isinstance(each, IgniteEngine):
             raise ConfigurationError(f"{name} is a {type(each).__name__}; give an ignite.engine.Engine, an instance")
         if each in attached:
@@ -70,6 +71,9 @@ def use_engine(
                 f"{name} has an engine already, and every event would be published twice; detach() that one first, or "
                 f"give one engine all the participants"
             )
+        if each in seen:
+            raise ConfigurationError(f"{name} is here twice, and every event would be published twice; give it once")
+        seen.append(each)
     check_subject(engine, model, loss)
     options = {
         "engine": engine,

@@ -113,8 +113,8 @@ class EngineCallback(_Callback):
             run.end(error)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the training is."""
-        return {"timestamp": self._run.state.timestamp.state_dict()}
+        """How far the training is; a checkpoint may be saved after it, too."""
+        return {"timestamp": getattr(self.engine.state, "timestamp", Timestamp()).state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there."""

@@ -9,14 +9,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from eventbus_adapters import _peer
 from eventbus_adapters._pixels import pixels_of
 from eventbus_adapters._tracker import (
     Content,
     FileTracker,
     check_numbers,
-    check_version,
     draw_elsewhere,
-    missing,
     numbers,
 )
 from eventbus_engine.errors import DeliveryError
@@ -29,7 +28,7 @@ try:
     from mlflow.entities import Metric, Param
     from mlflow.exceptions import MlflowException
 except ImportError as _error:
-    raise missing("MLflowLogger", "mlflow") from _error
+    raise _peer.missing("mlflow", "mlflow") from _error
 
 __all__ = ["MLflowLogger"]
 
@@ -90,7 +89,7 @@ class MLflowLogger(FileTracker):
         run_id: str | None = None,
         **options: Any,
     ) -> None:
-        check_version("mlflow", mlflow.version.VERSION, (3, 0), "mlflow")
+        _peer.check_version("mlflow", "mlflow", "3.0", installed=mlflow.version.VERSION)
         super().__init__(**options)
         self.run_id: str | None = run_id
         self._uri: str = tracking_uri or get_tracking_uri()

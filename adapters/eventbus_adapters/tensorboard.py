@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from eventbus_adapters import _peer
 from eventbus_adapters._pixels import pixels_of, png
-from eventbus_adapters._tracker import Content, Tracker, check_numbers, missing, numbers
+from eventbus_adapters._tracker import Content, Tracker, check_numbers, numbers
 from eventbus_engine.errors import DeliveryError
 from eventbus_engine.loggers.files import append
 
@@ -21,7 +22,7 @@ try:
     from tensorboard.plugins.text.summary_v2 import text_pb
     from tensorboard.summary.writer.record_writer import RecordWriter
 except ImportError as _error:
-    raise missing("TensorBoardLogger", "tensorboard") from _error
+    raise _peer.missing("TensorBoard", "tensorboard") from _error
 
 __all__ = ["TensorBoardLogger"]
 

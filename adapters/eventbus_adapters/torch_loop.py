@@ -240,6 +240,8 @@ def check_subject(engine: Engine[Any], model: object, loss: object) -> None:
     Raises:
         ConfigurationError: naming it.
     """
+    if not isinstance(engine, Engine):
+        raise ConfigurationError(f"engine is {engine!r}; give an Engine of ours, an instance: Engine(algorithms=[...])")
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model is a {type(model).__name__}; give the torch.nn.Module that the loop calls")
     if loss is not None and not callable(loss):

@@ -10,14 +10,15 @@ from typing import Any, Literal
 
 import numpy as np
 
+from eventbus_adapters import _peer
 from eventbus_adapters._pixels import pixels_of
-from eventbus_adapters._tracker import Content, FileTracker, check_version, draw_elsewhere, missing
+from eventbus_adapters._tracker import Content, FileTracker, draw_elsewhere
 from eventbus_engine.errors import ConfigurationError, DeliveryError
 
 try:
     import wandb
 except ImportError as _error:
-    raise missing("WandbLogger", "wandb") from _error
+    raise _peer.missing("wandb", "wandb") from _error
 
 __all__ = ["STEP", "WandbLogger"]
 
@@ -65,7 +66,7 @@ class WandbLogger(FileTracker):
         init: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        check_version("wandb", wandb.__version__, (0, 20), "wandb")
+        _peer.check_version("wandb", "wandb", "0.20", installed=wandb.__version__)
         if mode not in ("online", "offline", "disabled"):
             raise ConfigurationError(f"WandbLogger has mode={mode!r}; use 'online', 'offline' or 'disabled'")
         super().__init__(**options)

@@ -603,6 +603,26 @@ def test_an_error_in_an_evaluation_ends_its_spans() -> None:
     assert program.outcomes("eval") == ["failed", "failed"]  # the evaluator's, and the whole
 
 
+def test_an_evaluation_whose_error_is_caught_is_over() -> None:
+    """The training goes on with its batch, and its spans are none of the evaluation's."""
+    import transformers
+
+    program = Program()
+
+    class Caught(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_step_end(self, *arguments: Any, **named: Any) -> None:
+            batch = program.state.batch
+            with pytest.raises(ValueError, match="batch received was empty"):
+                program.trainer.evaluate(eval_dataset=[{"nothing": 1}])
+            assert program.state.batch is batch
+
+    program.trainer.add_callback(Caught())
+    events = program.train()
+
+    assert events.count("batch_end") == events.count("eval_before_all") == 2
+    assert set(program.outcomes("eval")) == {"failed"}
+
+
 def test_callbacks_that_raise_are_raised_together_and_async_ones_are_awaited() -> None:
     """As everywhere: all of them run first."""
     seen: list[str] = []
@@ -673,6 +693,7 @@ def test_a_callback_open_in_two_engines_is_refused() -> None:
         ({"trainer": nn.Identity()}, "trainer is a Identity; give a transformers.Trainer"),
         ({"loss": 0.5}, "loss is a float"),
         ({"engine": Engine(events=Mine)}, "the engine's events are Mine"),
+        ({"engine": None}, "give an Engine of ours, an instance"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], expected: str) -> None:

@@ -462,6 +462,50 @@ def test_a_trainer_or_an_evaluator_takes_one_engine() -> None:
     other.attach()
 
 
+def test_an_ignite_engine_has_one_part() -> None:
+    """Under two labels, or as trainer and evaluator, everything of it would be published twice."""
+    program = Program(attach=False)
+    loop = (program.trainer, Engine(), program.model, program.optimizer)
+
+    for evaluators in ({"a": program.evaluator, "b": program.evaluator}, {"trainer": program.trainer}):
+        with pytest.raises(ConfigurationError, match="is here twice"):
+            adapter().use_engine(*loop, evaluators=evaluators)
+
+
+def test_an_evaluation_whose_error_is_caught_is_over() -> None:
+    """The training goes on with its batch, and another evaluation is one of its own; ignite runs it to no result."""
+    program = Program()
+    results: list[Any] = []
+
+    def evaluate(trainer: Any) -> None:
+        batch = program.state.batch
+        try:
+            results.append(program.evaluator.run([(torch.zeros(6, 5), torch.zeros(6))]))
+        except RuntimeError as error:
+            results.append(type(error))
+        assert program.state.batch is batch
+
+    program.trainer.add_event_handler(program.events.ITERATION_COMPLETED, evaluate)
+
+    events = program.run()
+
+    assert results == [RuntimeError, None]
+    failed = [*EVALUATION[:2], *EVAL_BATCH[:2]]
+    empty = ["eval_before_all", "eval_start", "eval_end", "eval_after_all"]
+    assert events == [
+        *FIRST,
+        "epoch_start",
+        *BATCH,
+        *failed,
+        *BATCH,
+        *empty,
+        "epoch_end",
+        "epoch_checkpoint",
+        "fit_end",
+    ]
+    assert program.outcomes("eval") == ["failed", "failed", "ok", "ok"]
+
+
 def test_a_model_in_two_runs_at_a_time_is_refused() -> None:
     """The hooks on it would publish everything twice."""
     inner, program = Program(attach=False), Program()
@@ -500,6 +544,7 @@ def test_a_callback_open_in_two_engines_is_refused() -> None:
         ({"loss": 0.5}, "loss is a float"),
         ({"device": "gpu"}, "device='gpu' is no device"),
         ({"engine": Engine(events=Mine)}, "the engine's events are Mine"),
+        ({"engine": Engine}, "give an Engine of ours, an instance"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], expected: str) -> None:

@@ -584,6 +584,17 @@ def test_a_resumed_run_goes_on_counting(saved: int, tmp_path: Path) -> None:
     assert (int(now.epoch), int(now.batch), int(now.sample)) == (2, 4, 24)
 
 
+def test_a_checkpoint_can_be_saved_after_the_run(tmp_path: Path) -> None:
+    """As people do; a run goes on from it."""
+    first = Program()
+    first.fit().save_checkpoint(tmp_path / "last.ckpt")
+
+    second = Program()
+    second.fit(max_epochs=2, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+
+    assert (int(second.state.timestamp.epoch), int(second.state.timestamp.batch)) == (2, 4)
+
+
 # --------------------------------------------------------------------------------------------------- their loop: errors
 
 
@@ -750,7 +761,7 @@ def test_lightning_of_another_version_is_named_with_those_that_fit(
     """Before anything has run."""
     monkeypatch.setattr(pl, "__version__", version)
 
-    with pytest.raises(ConfigurationError, match=r"goes with Lightning 2.5 up to, not including, 3.0"):
+    with pytest.raises(ConfigurationError, match=r"goes with 2\.5 up to, not including, 3;"):
         find_peer()
 
 
@@ -928,6 +939,35 @@ def test_their_early_stopping_stops_our_trainer() -> None:
 
     assert int(trainer.state.timestamp.epoch) == 2
     assert stopping.stopped_epoch == 1
+
+
+def test_a_callback_of_theirs_that_has_stopped_a_training_lets_the_next_one_run() -> None:
+    """As with Lightning's, whose `should_stop` is down again when a fit begins."""
+    heard: list[bool] = []
+
+    class Stop(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *arguments: Any, **named: Any) -> None:
+            heard.append(trainer.should_stop)
+            trainer.should_stop = trainer.should_stop or len(heard) == 1
+
+    model = Classifier().net
+    trainer = Trainer(
+        model,
+        new_loader(),
+        loss=functional.cross_entropy,
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        callbacks=[LightningCallback(Stop())],
+        max_duration="1ep",
+    )
+
+    async def fit_twice() -> None:
+        async with trainer:
+            await trainer.fit()
+            await trainer.fit(duration="3ba")
+
+    anyio.run(fit_twice)
+
+    assert heard == [False] * 4
 
 
 def test_their_timer_stops_our_trainer_and_keeps_its_state() -> None:

@@ -790,19 +790,15 @@ def test_mlflow_tries_again_what_may_pass(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- typed errors
 
 
-@pytest.mark.parametrize(
-    ("peer", "tracker"), [("tensorboard", "TensorBoard"), ("wandb", "Wandb"), ("mlflow", "MLflow")]
-)
-def test_a_peer_that_is_missing_is_named_with_the_extra(
-    peer: str, tracker: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("peer", ["tensorboard", "wandb", "mlflow"])
+def test_a_peer_that_is_missing_is_named_with_the_extra(peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the module is imported."""
     for name in [name for name in sys.modules if name == peer or name.startswith(f"{peer}.")]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, peer, None)
     monkeypatch.delitem(sys.modules, f"eventbus_adapters.{peer}", raising=False)
 
-    with pytest.raises(ConfigurationError, match=rf'^{tracker}Logger needs the extra "{peer}": pip install'):
+    with pytest.raises(ConfigurationError, match=rf"which cannot be imported here; .*eventbus-engine\[{peer}\]"):
         importlib.import_module(f"eventbus_adapters.{peer}")
 
 
@@ -817,9 +813,11 @@ def test_a_peer_that_is_too_old_is_named_with_its_version(monkeypatch: pytest.Mo
     monkeypatch.setattr(wandb, "__version__", "0.9.7")
     monkeypatch.setattr(mlflow.version, "VERSION", "2.22.0")
 
-    with pytest.raises(ConfigurationError, match=r'wandb 0.9.7 is too old: .*"eventbus-engine\[wandb\]"'):
+    with pytest.raises(
+        ConfigurationError, match=r"wandb 0\.9\.7 is installed, .*goes with 0\.20 or newer; .*eventbus-engine\[wandb\]"
+    ):
         WandbLogger()
-    with pytest.raises(ConfigurationError, match=r'mlflow 2.22.0 is too old: .*"eventbus-engine\[mlflow\]"'):
+    with pytest.raises(ConfigurationError, match=r"mlflow 2\.22\.0 is installed, .*eventbus-engine\[mlflow\]"):
         MLflowLogger()
 
 

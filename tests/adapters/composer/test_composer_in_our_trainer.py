@@ -115,6 +115,29 @@ async def test_a_callback_of_composers_can_stop_our_trainer() -> None:
     assert not hasattr(trainer.state, "note")
 
 
+async def test_a_duration_may_be_written_as_a_string() -> None:
+    """Composer's State takes one."""
+
+    class Shorten(composer.Algorithm):
+        def match(self, event: Any, state: Any) -> bool:
+            return bool(event == composer.Event.BATCH_END)
+
+        def apply(self, event: Any, state: Any, logger: Any) -> None:
+            state.max_duration = "2ba"
+
+    model, batches = model_and_batches()
+    trainer = Trainer(
+        model,
+        batches,
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        max_duration="3ba",
+        algorithms=[adapt(Shorten())],
+    )
+    await trainer.fit()
+
+    assert int(trainer.state.timestamp.batch) == 2
+
+
 async def test_what_is_logged_reaches_the_destinations_of_both() -> None:
     """Whoever logs it: Composer's callback, our callback, the engine its traces."""
 
@@ -231,7 +254,7 @@ def of_version(version: str) -> types.ModuleType:
 def test_another_version_of_composer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the one to install."""
     monkeypatch.setitem(sys.modules, "composer", of_version("0.28.0"))
-    with pytest.raises(ConfigurationError, match=r"goes with Composer 0\.32, and this is 0\.28\.0; pip install"):
+    with pytest.raises(ConfigurationError, match=r"mosaicml 0\.28\.0 is installed, .*goes with 0\.32 up to"):
         load_composer()
 
 
