@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -54,6 +55,8 @@ from eventbus_engine.training.tracing import RunTracing, in_one_run
 from eventbus_engine.training.worker import ComputeWorker, InlineWorker, Worker
 
 __all__ = ["Trainer"]
+
+log: logging.Logger = logging.getLogger("eventbus_engine")
 
 
 class Trainer:
@@ -204,7 +207,8 @@ class Trainer:
     async def fit(self, duration: str | int | Time | None = None) -> None:
         """Train until `max_duration`, or for another `duration` from here on.
 
-        It opens the trainer and closes it at the end, whatever that end is, unless it is open already.
+        It opens the trainer and closes it at the end, whatever that end is, unless it is open already. With
+        `autoresume`, a run that had come to its end is left as it is.
 
         Raises:
             ConfigurationError: there is nothing left to train, no optimizer, or a fit is running.
@@ -215,7 +219,10 @@ class Trainer:
         """
         more = None if duration is None else check_duration("duration", duration, DURATION_UNITS)
         async with self._session():
-            await self._initialise()
+            resumed = await self._initialise()
+            if resumed and more is None and self._is_over():
+                log.info("there is nothing left to train: the run had come to its end, %s", self.state.max_duration)
+                return
             self._extend(more)
             if not self.state.optimizers:
                 raise ConfigurationError("there is nothing to step: give the Trainer optimizers=")
@@ -356,16 +363,20 @@ class Trainer:
         state = self.state
         if more is not None:
             state.max_duration = state.timestamp.get(more.unit) + more
-        if state.max_duration is not None and state.timestamp >= state.max_duration:
+        if state.max_duration is not None and self._is_over():
             raise ConfigurationError(
                 f"there is nothing left to train: max_duration is {state.max_duration}, and training is at "
                 f"{state.timestamp.get(state.max_duration.unit)}; say how much more, as in fit(duration='1ep')"
             )
 
-    async def _initialise(self) -> None:
-        """Once, before anything is used: seed, INIT, and the model to its device."""
+    def _is_over(self) -> bool:
+        end = self.state.max_duration
+        return end is not None and self.state.timestamp >= end
+
+    async def _initialise(self) -> bool:
+        """Once, before anything is used: seed, INIT, the model to its device; whether the run goes on from its own."""
         if self._initialised:
-            return
+            return False
         if self.state.seed is not None:
             seed_generators(self.state.seed)
         await self.engine.run_event(Event.INIT)
@@ -375,8 +386,9 @@ class Trainer:
         if self._compile is not None:
             self.state.compile(**self._compile)
         async with self.engine.pair(Event.BEFORE_LOAD):
-            await self._resuming.load(self.state)
+            resumed = await self._resuming.load(self.state)
         self._initialised = True
+        return resumed
 
 
 async def _close(sources: Sequence[BatchSource]) -> None:

@@ -55,8 +55,8 @@ class Resuming:
         folder = _folder_of(callbacks) if autoresume else None
         return Resuming(None if path is None else Path(path), strict, weights_only, folder)
 
-    async def load(self, state: State) -> None:
-        """Load the checkpoint to go on from, if there is one.
+    async def load(self, state: State) -> bool:
+        """Load the checkpoint to go on from, if there is one; whether it was the run's own.
 
         Raises:
             CheckpointError: it is damaged, or does not fit the run.
@@ -67,6 +67,7 @@ class Resuming:
         elif self.path is not None:
             checkpoint = await state.compute(_open, state._ranks, self.path)
             await _load(state, checkpoint, strict=self.strict, weights_only=self.weights_only)
+        return own is not None
 
 
 async def _load(state: State, checkpoint: Checkpoint, *, strict: bool, weights_only: bool) -> None:

@@ -17,6 +17,7 @@ from eventbus_engine.errors import CallbackErrors, CheckpointError, Configuratio
 from eventbus_engine.event import Event
 from eventbus_engine.training import State, Trainer
 from eventbus_engine.training.algorithms import EMA, BlurPool, LayerFreezing
+from eventbus_engine.training.callbacks import CheckpointSaver as Saver
 from eventbus_engine.training.callbacks import EarlyStopper, RuntimeEstimator
 from eventbus_engine.training.checkpoint import Contents, take_snapshot, write_snapshot
 from eventbus_engine.training.checkpoint.contents import collect
@@ -568,3 +569,21 @@ async def test_a_path_without_a_checkpoint_is_an_error(make_trainer: MakeTrainer
     """Not a run from the beginning."""
     with pytest.raises(CheckpointError, match="cannot be read"):
         await make_trainer(load_path=tmp_path).fit()
+
+
+async def test_a_run_that_had_come_to_its_end_is_left_so_by_autoresume(
+    make_trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    """Whoever starts it again, as a supervisor does, finds it done; more of it is to be asked for."""
+    await make_trainer(max_duration="2ep", callbacks=[Saver(tmp_path)], autoresume=True).fit()
+    trained: list[str] = []
+    again = make_trainer(max_duration="2ep", callbacks=[Saver(tmp_path)], autoresume=True)
+    again.engine.bus.subscribe(lambda envelope: trained.append("epoch"), Event.EPOCH_START)
+    async with again:
+        await again.fit()
+        assert (trained, int(again.state.timestamp.epoch)) == ([], 2)
+        with pytest.raises(ConfigurationError, match="nothing left to train"):
+            await again.fit()
+        await again.fit("1ep")
+
+    assert trained == ["epoch"]
