@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from eventbus_adapters._composer_guests import adapt
 from eventbus_adapters._composer_peer import OURS, THEIRS, composer
+from eventbus_adapters._composer_spans import LoopSpans
 from eventbus_adapters._composer_views import Participants, TrainerLogger
 from eventbus_engine.engine import Engine
 from eventbus_engine.envelope import current
@@ -122,6 +123,7 @@ class ComposerEngine:
             tracer_provider=tracer_provider,
             meter_provider=meter_provider,
         )
+        self._spans = LoopSpans(self.engine.tracers, state)
         # Composer's programs do not close their Trainer; the process's end does. This comes before Composer's own.
         self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
@@ -152,11 +154,11 @@ class ComposerEngine:
         if ours is Event.INIT:
             self._open()
         if self.state.profiler is None:
-            return self._in_their_form(self._run(ours))
+            return self._in_their_form(self._run_in_spans(ours))
         marker = self._marker(THEIRS[ours])
         if marker is not None and ours.is_after_event:
             marker.finish()
-        traces = self._run(ours)
+        traces = self._run_in_spans(ours)
         if marker is not None and ours.is_before_event:
             marker.start()
         return self._in_their_form(traces)
@@ -167,12 +169,15 @@ class ComposerEngine:
         marker = self._marker(THEIRS[ours])
         if marker is not None:
             (marker.finish if ours.is_after_event else marker.start)()
+        if ours is Event.AFTER_DATALOADER:
+            self._spans.at_end_of_data()
 
     def close(self) -> None:
         """Close callbacks and destinations, as `Engine.close` does, and end the data loader's workers."""
         atexit.unregister(self._at_exit)
         if self.engine.closed:
             return
+        self._spans.give_up()
         self.engine.sync.close()
         loader = getattr(self.state.train_dataloader, "_iterator", None)
         shut_down = getattr(loader, "_shutdown_workers", None)
@@ -182,6 +187,17 @@ class ComposerEngine:
     def __del__(self) -> None:
         if hasattr(self, "_at_exit"):
             self.close()
+
+    def _run_in_spans(self, event: Event) -> Traces:
+        """Run it, within the spans of what it is a part of."""
+        self._spans.before(event)
+        try:
+            traces = self._run(event)
+        except BaseException as error:
+            self._spans.fail(error)
+            raise
+        self._spans.after(event)
+        return traces
 
     def _run(self, event: Event) -> Traces:
         """Run it by `engine.sync`, or, from inside a handler, as part of what runs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import logging
@@ -429,10 +430,81 @@ def test_the_run_has_spans(make_trainer: Make) -> None:
     spans = exporter.get_finished_spans()
     dispatches = {span.context.span_id: span.name for span in spans if span.context and "dispatch" in span.name}
 
-    below = [(span.name, dispatches[span.parent.span_id]) for span in spans if span.parent is not None]
+    below = [(span.name, dispatches.get(span.parent.span_id, "")) for span in spans if span.parent is not None]
     assert ("algorithm note", "dispatch after_dataloader") in below
     assert ("callback watch", "dispatch batch_end") in below
     assert len(dispatches) == 1 + 2 + len(BATCH) + 1
+
+
+def run_with_spans(trainer: Any) -> list[tuple[str, str, str]]:
+    """Fit, and return the spans but the dispatches and what is below them: name, outcome, and the parent's name."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    engine = use_engine(trainer, tracer_provider=provider)
+    with contextlib.suppress(ArithmeticError):
+        trainer.fit()
+    engine.close()
+    spans = exporter.get_finished_spans()
+    names = {span.context.span_id: span.name for span in spans if span.context}
+    (run,) = (span.context for span in spans if span.name == "run")
+    for span in spans:
+        attributes = span.attributes or {}
+        if attributes["eventbus.kind"] in ("batch", "epoch", "eval"):
+            assert [link.context.span_id for link in span.links] == [run.span_id if run else 0]
+    return [
+        (span.name, str((span.attributes or {})["eventbus.outcome"]), names[span.parent.span_id] if span.parent else "")
+        for span in spans
+        if (span.attributes or {})["eventbus.kind"] not in ("dispatch", "algorithm", "callback")
+    ]
+
+
+def test_the_spans_are_those_of_a_training_run(make_trainer: Make) -> None:
+    """A short run, linked to by a trace for each epoch and batch, with the work between the halves of a pair in it."""
+    spans = run_with_spans(make_trainer(max_duration="1ep"))
+    batch = [
+        ("dataloader", "ok", "batch"),
+        ("forward", "ok", "train_batch"),
+        ("loss", "ok", "train_batch"),
+        ("backward", "ok", "train_batch"),
+        ("train_batch", "ok", "batch"),
+        ("batch", "ok", "batch"),
+        ("batch", "ok", ""),
+    ]
+
+    assert spans == [
+        ("run", "ok", ""),
+        *batch * 3,
+        ("dataloader", "ok", "end of data"),
+        ("end of data", "ok", ""),
+        ("epoch", "ok", "epoch"),
+        ("epoch", "ok", ""),
+        ("iteration", "ok", "fit"),
+        ("fit", "ok", "run"),
+    ]
+
+
+@pytest.mark.parametrize("event", [THEIRS.AFTER_LOSS, None])
+def test_an_error_ends_the_spans_that_are_open(event: Any, make_trainer: Make) -> None:
+    """At once if it is a handler's; one of the loop itself as soon as it shows, at the end of the Trainer at last."""
+
+    class Fail(Note):
+        def apply(self, event: Any, state: Any, logger: Any) -> int | None:
+            raise ArithmeticError
+
+    trainer = make_trainer(max_duration="1ep", algorithms=[] if event is None else [Fail([], event)])
+    if event is None:
+        trainer.state.model.loss = lambda *args, **kwargs: 1 / 0
+    spans = run_with_spans(trainer)
+
+    assert spans[0] == ("run", "ok", "")
+    assert spans[1:4] == [
+        ("dataloader", "ok", "batch"),
+        ("forward", "ok", "train_batch"),
+        ("loss", "failed", "train_batch"),
+    ]
+    assert {outcome for _, outcome, _ in spans[4:]} == {"failed"}
+    assert [name for name, _, _ in spans[4:]] == ["train_batch", "batch", "batch", "epoch", "epoch", "iteration", "fit"]
 
 
 class Handler(profiler.TraceHandler):
